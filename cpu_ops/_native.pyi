@@ -188,6 +188,7 @@ class DecodeAttention:
         page_shift: int,
         dtype: int,
         row_format: int,
+        keys_only: bool,
     ) -> None: ...
     def set_policy(
         self,

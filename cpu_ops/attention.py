@@ -37,6 +37,8 @@ class NativeAttention:
         dtype: of queries, keys and values.
         int8_rows: keys and values are int8 with a float16 scale of each 64, as the KV store has
             them.
+        keys_only: pages have keys alone, of which values are the first elements. Outputs are then
+            of whole keys.
         sm_scale: softmax scale, or that of each layer; None takes head_dim ** -0.5.
         softcap: scores are softcap * tanh(score / softcap), or that of each layer; 0: not capped.
         windows: how many tokens a row sees in each layer, the last ones; 0: all. A layer with a
@@ -77,6 +79,7 @@ class NativeAttention:
         windows: int | Sequence[int] = 0,
         sinks: Sequence[Tensor | None] | None = None,
         int8_rows: bool = False,
+        keys_only: bool = False,
         isa: str | None = None,
     ) -> None:
         heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
@@ -111,6 +114,7 @@ class NativeAttention:
             page_shift(page_tokens),
             dtype_code(dtype),
             INT8_ROWS if int8_rows else dtype_code(dtype),
+            keys_only,
         )
 
     def query_features(self, layer_idx: int) -> int:

@@ -42,6 +42,7 @@ def append_codes_kernel(
     FIRST_TOKEN: tl.constexpr,
     SINK_TOKENS: tl.constexpr,
     RECENT_TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,  # of the window
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -61,7 +62,7 @@ def append_codes_kernel(
     index = position
     if position >= SINK_TOKENS:
         index = SINK_TOKENS + (position - SINK_TOKENS) % RECENT_TOKENS
-    kv_head = row * 2 * NUM_KV_HEADS + tl.load(heads + page_head)
+    kv_head = row * PARTS * NUM_KV_HEADS + tl.load(heads + page_head)
     key = window + (kv_head * (SINK_TOKENS + RECENT_TOKENS) + index) * ROW_ITEMS
     mean = means + (row * NUM_HEADS + page_head) * HEAD_DIM
     e = tl.arange(0, BLOCK_D)
@@ -124,7 +125,7 @@ def append_codes(
     """
     check_row_dtype("window", window)
     check_dims("window", window, "[n, 2, num_kv_heads, tokens, row]")
-    n, _, num_kv_heads, tokens, _ = window.shape
+    n, parts, num_kv_heads, tokens, _ = window.shape
     num_heads, device, head_dim = len(heads), window.device, rotation.shape[-1]
     check_head_dim(head_dim)
     check_page_tokens(page_tokens)
@@ -134,7 +135,7 @@ def append_codes(
         raise ValueError(f"sink_tokens must be in [0, {tokens}), got {sink_tokens}")
     if first_token < 0:
         raise ValueError(f"first_token must not be negative, got {first_token}")
-    check_rows("window", window, (n, 2, num_kv_heads, tokens), head_dim, window)
+    check_rows("window", window, (n, parts, num_kv_heads, tokens), head_dim, window)
     check_tensor("rotation", rotation, (head_dim, head_dim), torch.float32, device)
     check_tensor("means", means, (n, num_heads, head_dim), torch.float32, device)
     check_tensor("page_table", page_table, (n, page_table.shape[-1]), torch.int64, device)
@@ -154,6 +155,7 @@ def append_codes(
         first_token,
         sink_tokens,
         tokens - sink_tokens,
+        parts,
         num_heads,
         num_kv_heads,
         head_dim,

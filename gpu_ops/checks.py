@@ -80,6 +80,11 @@ def check_latent_dim(latent_dim: int, head_dim: int) -> None:
         raise ValueError(f"latent_dim must be in [0, {head_dim}], got {latent_dim}")
 
 
+def num_parts(latent_dim: int) -> int:
+    """Of pages and windows: keys and values, or keys alone where they begin with their values."""
+    return 1 if latent_dim else 2
+
+
 def check_sinks(sinks: Tensor | None, num_qo_heads: int, device: torch.device) -> None:
     """ValueError unless `sinks` are None or one float32 of each query head, on `device`."""
     if sinks is not None:

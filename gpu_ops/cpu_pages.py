@@ -18,11 +18,11 @@ def page_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def gather_pages(
     page_table: Tensor, kv_len: int, page_shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> Tensor:
-    """[2, heads, kv_len, head_dim]: a row's tokens, copied from its pages in CPU memory.
+    """[K|V, heads, kv_len, head_dim]: a row's tokens, copied from its pages in CPU memory.
 
     Args:
         page_table: int64 [max_pages], addresses.
-        page_shape: (2, heads, page_tokens, head_dim).
+        page_shape: (2, heads, page_tokens, head_dim), or 1 where pages have keys alone.
     """
     addresses = page_table[: -(-kv_len // page_shape[2])].tolist()
     pages = [page_at(address, page_shape, dtype) for address in addresses]

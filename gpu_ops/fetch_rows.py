@@ -110,6 +110,7 @@ def fetch_rows_kernel(
     max_pages: tl.tensor,
     fetch_tokens: tl.tensor,
     capacity: tl.tensor,
+    PARTS: tl.constexpr,  # of `hot`; 1: keys alone
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     NUM_CLUSTERS: tl.constexpr,
@@ -177,16 +178,17 @@ def fetch_rows_kernel(
             source = page + key_rows.to(tl.int64) * ROW_BYTES
             of_row = source.to(tl.pointer_type(hot.dtype.element_ty))[:, None]
             keys = elements_of(of_row, d[None, :], ROW_ITEMS)
-            of_row += NUM_KV_HEADS * PAGE_TOKENS * ROW_ITEMS
-            values = elements_of(of_row, d[None, :], ROW_ITEMS)
             inside = present[:, None] & (d < ROW_ITEMS)[None, :]
+            target = ((row * PARTS * NUM_HEADS + slot) * capacity + places) * ROW_ITEMS
+            out = hot + target[:, None] + d[None, :]
             # Past the L1, which has no use for rows that are read once.
             k = tl.load(keys, mask=inside, cache_modifier=".cg")
-            v = tl.load(values, mask=inside, cache_modifier=".cg")
-            target = ((row * 2 * NUM_HEADS + slot) * capacity + places) * ROW_ITEMS
-            out = hot + target[:, None] + d[None, :]
+            if PARTS > 1:
+                of_row += NUM_KV_HEADS * PAGE_TOKENS * ROW_ITEMS
+                values = elements_of(of_row, d[None, :], ROW_ITEMS)
+                v = tl.load(values, mask=inside, cache_modifier=".cg")
+                tl.store(out + NUM_HEADS * capacity.to(tl.int64) * ROW_ITEMS, v, mask=inside)
             tl.store(out, k, mask=inside)
-            tl.store(out + NUM_HEADS * capacity.to(tl.int64) * ROW_ITEMS, v, mask=inside)
         tokens, places = ahead
         at, num, num_hot, i = next_at, next_num, next_num_hot, i + programs
         next_at, next_num, next_num_hot = last_at, last_num, last_num_hot
@@ -222,7 +224,8 @@ def fetch_rows(
         heads: int32 [num_heads], KV heads that have hot rows.
         page_tokens: a power of two.
         sink_tokens, recent_tokens: added to `counts`, which `gathered_attention` subtracts.
-        hot: out [n, 2, num_heads, capacity, row], keys and values of `heads` in their order.
+        hot: out [n, 2, num_heads, capacity, row], keys and values of `heads` in their order; or
+            [n, 1, ..], where pages have keys alone.
         counts: out int32 [n, num_kv_heads], hot rows and those of the window; 0 of inactive rows.
         rest_counts, rest_means: int32 [n, num_kv_heads, clusters + 1] and float32 [n, num_kv_heads,
             2, head_dim] of a mailbox: tokens that each cluster stands for, which cluster has new
@@ -253,7 +256,7 @@ def fetch_rows(
     if means is not None:
         check_dims("means", means, "[n, 2, num_heads, clusters, head_dim]")
         num_clusters, head_dim = means.shape[3:]
-        check_rows("hot", hot, (n, 2, num_heads, capacity), head_dim, means)
+        check_rows("hot", hot, (n, hot.shape[1], num_heads, capacity), head_dim, means)
         check_dtype("means", means)
         check_tensor("means", means, (n, 2, num_heads, num_clusters, head_dim), means.dtype, device)
         if rest_counts is None or rest_means is None or log_counts is None:
@@ -269,7 +272,7 @@ def fetch_rows(
             assert rest_means is not None
             assert log_counts is not None
             update_means_reference(rest_counts, rest_means, positions, heads, means, log_counts)
-        page_shape = (2, num_kv_heads, page_tokens, row_items)
+        page_shape = (hot.shape[1], num_kv_heads, page_tokens, row_items)
         return fetch_rows_reference(
             fetches, hot_counts, page_table, positions, heads, page_shape, fixed_tokens, hot, counts
         )
@@ -290,6 +293,7 @@ def fetch_rows(
         page_table.shape[1],
         fetch_tokens,
         capacity,
+        hot.shape[1],
         num_heads,
         num_kv_heads,
         num_clusters,

@@ -91,6 +91,7 @@ def locate_tile(
     capacity: tl.tensor,
     NUM_HEADS: tl.constexpr,
     FIRST_SLOT: tl.constexpr,
+    PARTS: tl.constexpr,  # 1: keys alone
     OUT_HEADS: tl.constexpr,
     NUM_UNITS: tl.constexpr,
     SINK_TOKENS: tl.constexpr,
@@ -113,7 +114,7 @@ def locate_tile(
     token = tl.load(chosen + index, mask=present, other=0)
     page = tl.load(page_table + row * max_pages + token // PAGE_TOKENS, mask=present, other=0)
     key_rows = kv_head * PAGE_TOKENS + token % PAGE_TOKENS
-    target = ((row * 2 * OUT_HEADS + FIRST_SLOT + slot) * capacity + index) * ROW_ITEMS
+    target = ((row * PARTS * OUT_HEADS + FIRST_SLOT + slot) * capacity + index) * ROW_ITEMS
     return page + key_rows.to(tl.int64) * ROW_BYTES, target, present
 
 
@@ -131,6 +132,7 @@ def gather_rows_kernel(
     capacity: tl.tensor,
     NUM_HEADS: tl.constexpr,
     FIRST_SLOT: tl.constexpr,
+    PARTS: tl.constexpr,  # 1: keys alone
     OUT_HEADS: tl.constexpr,
     NUM_UNITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -162,6 +164,7 @@ def gather_rows_kernel(
             *sources,
             NUM_HEADS,
             FIRST_SLOT,
+            PARTS,
             OUT_HEADS,
             NUM_UNITS,
             SINK_TOKENS,
@@ -174,12 +177,14 @@ def gather_rows_kernel(
         for tile in range(first, num_tiles * NUM_HEADS, num_programs):
             of_row = source.to(tl.pointer_type(out.dtype.element_ty))[:, None]
             keys = elements_of(of_row, d[None, :], ROW_ITEMS)
-            of_row += NUM_KV_HEADS * PAGE_TOKENS * ROW_ITEMS
-            values = elements_of(of_row, d[None, :], ROW_ITEMS)
             inside = present[:, None] & (d < ROW_ITEMS)[None, :]
             # Past the L1, which has no use for rows that are read once.
             k = tl.load(keys, mask=inside, cache_modifier=".cg")
-            v = tl.load(values, mask=inside, cache_modifier=".cg")
+            v = k
+            if PARTS > 1:
+                of_row += NUM_KV_HEADS * PAGE_TOKENS * ROW_ITEMS
+                values = elements_of(of_row, d[None, :], ROW_ITEMS)
+                v = tl.load(values, mask=inside, cache_modifier=".cg")
             k_out = out + target[:, None] + d[None, :]
             # While these are under way, where the next ones are is looked up.
             source, target, present = locate_tile(
@@ -188,6 +193,7 @@ def gather_rows_kernel(
                 *sources,
                 NUM_HEADS,
                 FIRST_SLOT,
+                PARTS,
                 OUT_HEADS,
                 NUM_UNITS,
                 SINK_TOKENS,
@@ -198,7 +204,8 @@ def gather_rows_kernel(
                 BLOCK_T,
             )
             tl.store(k_out, k, mask=inside)
-            tl.store(k_out + OUT_HEADS * capacity.to(tl.int64) * ROW_ITEMS, v, mask=inside)
+            if PARTS > 1:
+                tl.store(k_out + OUT_HEADS * capacity.to(tl.int64) * ROW_ITEMS, v, mask=inside)
         # Who had one tile more than others in this row starts later in the next.
         first = (first - num_tiles * NUM_HEADS % num_programs + num_programs) % num_programs
 
@@ -236,7 +243,7 @@ def gather_rows(
         page_tokens: a power of two.
         out: [n, 2, at least num_heads, capacity, row] with capacity = budget_tokens -
             sink_tokens - recent_tokens: keys and values, token i of the middle at i. Rows are of
-            head_dim, or of int8 (`row_format`).
+            head_dim, or of int8 (`row_format`). [n, 1, ..]: pages have keys alone.
         first_slot: place in `out` of the first of `heads`; the others follow it.
         launch: how the kernel is spread over the GPU.
 
@@ -261,7 +268,7 @@ def gather_rows(
     check_tensor("heads", heads, (num_heads,), torch.int32, device)
     operands = (selection, counts, page_table, positions, heads, out)
     if not runs_kernel(out):
-        page_shape = (2, num_kv_heads, page_tokens, row_items)
+        page_shape = (out.shape[1], num_kv_heads, page_tokens, row_items)
         return gather_rows_reference(*operands, page_shape, sink_tokens, recent_tokens, first_slot)
     row_bytes = row_items * out.element_size()
     if out.dtype == torch.int8:  # a copy of bytes would take a register for each
@@ -276,6 +283,7 @@ def gather_rows(
         capacity,
         num_heads,
         first_slot,
+        out.shape[1],
         out_heads,
         num_units,
         num_kv_heads,
@@ -318,8 +326,10 @@ def gather_rows_reference(
 def check_gathered(name: str, x: Tensor, device: torch.device) -> tuple[int, int, int, int]:
     """n, num_heads, capacity and elements of a row; ValueError unless they are gathered rows."""
     check_dims(name, x, "[n, 2, num_heads, capacity, row]")
-    n, _, num_heads, capacity, row_items = x.shape
-    check_tensor(name, x, (n, 2, num_heads, capacity, row_items), x.dtype, device)
+    n, parts, num_heads, capacity, row_items = x.shape
+    check_tensor(name, x, x.shape, x.dtype, device)
+    if parts not in (1, 2):
+        raise ValueError(f"{name} must have keys and values, or keys alone, got {list(x.shape)}")
     if x.dtype != torch.int8:
         check_head_dim(row_items)
     if min(num_heads, capacity) < 1:

@@ -24,6 +24,7 @@ from gpu_ops.checks import (
     check_rows,
     check_sinks,
     check_tensor,
+    num_parts,
 )
 from gpu_ops.choose_places import fresh
 from gpu_ops.cpu_pages import page_at
@@ -89,6 +90,7 @@ def bring_rows(
     ROW_ITEMS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     ROW_BYTES: tl.constexpr,
+    PARTS: tl.constexpr,  # 1: keys alone
     BLOCK_R: tl.constexpr,  # rows that are under way together
     BLOCK_ROW: tl.constexpr,  # at least ROW_ITEMS
 ) -> None:
@@ -103,15 +105,16 @@ def bring_rows(
             source = page + (kv_head * PAGE_TOKENS + token % PAGE_TOKENS).to(tl.int64) * ROW_BYTES
             of_row = source.to(tl.pointer_type(keys.dtype.element_ty))[:, None]
             of_key = elements_of(of_row, d[None, :], ROW_ITEMS)
-            of_row += NUM_KV_HEADS * PAGE_TOKENS * ROW_ITEMS
-            of_value = elements_of(of_row, d[None, :], ROW_ITEMS)
             inside = is_missing[:, None] & (d < ROW_ITEMS)[None, :]
+            target = place[:, None] * ROW_ITEMS + d[None, :]
             # Past the L1, which has no use for rows that are read once.
             k = tl.load(of_key, mask=inside, cache_modifier=".cg")
-            v = tl.load(of_value, mask=inside, cache_modifier=".cg")
-            target = place[:, None] * ROW_ITEMS + d[None, :]
+            if PARTS > 1:
+                of_row += NUM_KV_HEADS * PAGE_TOKENS * ROW_ITEMS
+                of_value = elements_of(of_row, d[None, :], ROW_ITEMS)
+                v = tl.load(of_value, mask=inside, cache_modifier=".cg")
+                tl.store(values + target, v, mask=inside)
             tl.store(keys + target, k, mask=inside)
-            tl.store(values + target, v, mask=inside)
             tl.debug_barrier()  # all threads know which
             tl.store(token_of + place, token, mask=is_missing)
     tl.debug_barrier()  # all of the program's rows are there
@@ -171,7 +174,8 @@ def gathered_attention_kernel(
     length = split_length(num_tokens, NUM_SPLITS, BLOCK_T, min_tiles)
     first = split * length
     last = tl.minimum(first + length, num_tokens)
-    keys = gathered + (row * 2 * NUM_HEADS + slot) * capacity * ROW_ITEMS
+    PARTS: tl.constexpr = 1 if LATENT_DIM > 0 else 2  # of keys alone `values` are not read
+    keys = gathered + (row * PARTS * NUM_HEADS + slot) * capacity * ROW_ITEMS
     values = keys + NUM_HEADS * capacity.to(tl.int64) * ROW_ITEMS
     num_slots = NUM_SPLITS
     if window is not None:
@@ -180,7 +184,7 @@ def gathered_attention_kernel(
             first = first * 0
             # Its tokens are the first so many of its places (`window_attention`).
             last = tl.minimum(tl.load(positions + row) + 1, WINDOW_TOKENS).to(tl.int32)
-            keys = window + (row * 2 * NUM_KV_HEADS + kv_head) * (WINDOW_TOKENS * ROW_ITEMS)
+            keys = window + (row * PARTS * NUM_KV_HEADS + kv_head) * (WINDOW_TOKENS * ROW_ITEMS)
             values = keys + NUM_KV_HEADS * WINDOW_TOKENS * ROW_ITEMS
     if first >= last:
         return  # nor does the second kernel read it
@@ -204,6 +208,7 @@ def gathered_attention_kernel(
                 ROW_ITEMS,
                 PAGE_TOKENS,
                 ROW_BYTES,
+                PARTS,
                 BLOCK_ROWS,
                 BLOCK_ROW,
             )
@@ -349,7 +354,8 @@ def gathered_attention(
     Args:
         query: [n, num_qo_heads * head_dim].
         gathered: [n, 2, num_heads, capacity, row], as `gather_rows` fills it: rows of head_dim in
-            query's dtype, or of int8 (`row_format`), and then those of the window, too.
+            query's dtype, or of int8 (`row_format`), and then those of the window, too. With a
+            latent_dim keys alone, [n, 1, ..], and in the window.
         counts: int32 [n, num_units] of `gather_rows`: tokens of each selection, of which the sinks
             and the recent ones are not gathered. num_units is num_kv_heads, or 1.
         positions: int64 [n], -1 for an inactive row.
@@ -382,7 +388,8 @@ def gathered_attention(
     check_head_dim(head_dim)
     check_latent_dim(latent_dim, head_dim)
     n, num_heads, capacity, row_items = check_gathered("gathered", gathered, device)
-    check_rows("gathered", gathered, (n, 2, num_heads, capacity), head_dim, query)
+    parts = num_parts(latent_dim)
+    check_rows("gathered", gathered, (n, parts, num_heads, capacity), head_dim, query)
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     num_kv_heads, rest = divmod(query.shape[-1], group_size * head_dim)
@@ -412,7 +419,7 @@ def gathered_attention(
     if window is not None:
         check_dims("window", window, "[n, 2, num_kv_heads, window_tokens, row]")
         window_tokens = window.shape[3]
-        window_shape = (n, 2, num_kv_heads, window_tokens, row_items)
+        window_shape = (n, parts, num_kv_heads, window_tokens, row_items)
         check_tensor("window", window, window_shape, gathered.dtype, device)
     num_clusters = 0
     if means is not None:
@@ -543,7 +550,7 @@ def bring_rows_reference(
 ) -> None:
     """What `gathered_attention` brings, by torch; pages are CPU memory."""
     page_tokens = missing.page_tokens
-    page_shape = (2, num_kv_heads, page_tokens, gathered.shape[4])
+    page_shape = (gathered.shape[1], num_kv_heads, page_tokens, gathered.shape[4])
     for row, position in enumerate(positions.tolist()):
         for slot, kv_head in enumerate(heads.tolist() if position >= 0 else ()):
             token_of = missing.token_of[row, missing.first_head + slot]
@@ -596,7 +603,7 @@ def gathered_attention_reference(
                 before_out.masked_fill_((before == float("-inf"))[:, None], 0.0)
             if num_tokens:
                 kv = as_numbers(gathered[row, :, slot : slot + 1, :num_tokens], head_dim)
-                values = kv[0 if latent_dim else 1][..., :value_dim]
+                values = kv[-1, ..., :value_dim]
                 part = attend_reference(q, kv[0], values, sm_scale, softcap)
                 merge_parts_reference(before_out, before, *part)
             if means is not None and log_counts is not None:

@@ -30,6 +30,7 @@ def grow_clusters_kernel(
     first_head: tl.tensor,
     num_mapped: tl.tensor,
     max_tokens: tl.tensor,
+    PARTS: tl.constexpr,  # of the window; 1: keys alone, which are the values
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     NUM_CLUSTERS: tl.constexpr,
@@ -55,8 +56,8 @@ def grow_clusters_kernel(
 
     place = SINK_TOKENS + (token - SINK_TOKENS) % RECENT_TOKENS
     inside = (d < HEAD_DIM) & joins
-    of_window = (row * 2 * NUM_KV_HEADS + kv_head) * (SINK_TOKENS + RECENT_TOKENS) + place
-    side = NUM_KV_HEADS * (SINK_TOKENS + RECENT_TOKENS)
+    of_window = (row * PARTS * NUM_KV_HEADS + kv_head) * (SINK_TOKENS + RECENT_TOKENS) + place
+    side = (PARTS - 1) * NUM_KV_HEADS * (SINK_TOKENS + RECENT_TOKENS)
     window += of_window * ROW_ITEMS
     key = load_row(window, d, inside, HEAD_DIM, ROW_ITEMS)
     value = load_row(window + side * ROW_ITEMS, d, inside, HEAD_DIM, ROW_ITEMS)
@@ -99,7 +100,7 @@ def grow_clusters(
 
     Args:
         window: [n, 2, num_kv_heads, sink_tokens + recent_tokens, row], as of
-            `window_attention`, the step's own token included.
+            `window_attention`, the step's own token included; of keys alone they are the values.
         positions: int64 [n], each row's last token; -1 for an inactive row.
         heads: int32 [num_heads], of a layer, whose first is `first_head` of the map's.
         means: [n, 2, num_heads, clusters, head_dim], keys and values; changed.
@@ -109,11 +110,11 @@ def grow_clusters(
         ValueError: operands that do not fit together.
     """
     check_dims("window", window, "[n, 2, num_kv_heads, window_tokens, row]")
-    n, _, num_kv_heads, _, row_items = window.shape
+    n, parts, num_kv_heads, _, row_items = window.shape
     head_dim = means.shape[-1]
     check_head_dim(head_dim)
     device, num_heads = window.device, heads.shape[0]
-    of_window = (n, 2, num_kv_heads, sink_tokens + recent_tokens)
+    of_window = (n, parts, num_kv_heads, sink_tokens + recent_tokens)
     check_rows("window", window, of_window, head_dim, means)
     check_tensor("positions", positions, (n,), torch.int64, device)
     check_tensor("heads", heads, (num_heads,), torch.int32, device)
@@ -138,6 +139,7 @@ def grow_clusters(
         first_head,
         num_mapped,
         max_tokens,
+        parts,
         num_heads,
         num_kv_heads,
         clusters,

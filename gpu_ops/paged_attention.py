@@ -28,6 +28,7 @@ from gpu_ops.checks import (
     check_page_tokens,
     check_sinks,
     check_tensor,
+    num_parts,
 )
 from gpu_ops.cpu_pages import gather_pages
 from gpu_ops.early_launch import await_inputs, can_launch_early, early_option
@@ -368,7 +369,7 @@ def retrieval_attention(
         raise ValueError(f"page_dtype must be {query.dtype} or torch.int8, got {page_dtype}")
     row = row_items(head_dim, page_dtype)
     if not runs_kernel(query):
-        page_shape = (2, num_heads, page_tokens, row)
+        page_shape = (num_parts(latent_dim), num_heads, page_tokens, row)
         return retrieval_attention_reference(
             *operands,
             group_size,
@@ -472,8 +473,8 @@ def retrieval_attention_reference(
             continue
         kv_len = min(position + 1, ring_tokens or position + 1)
         rows = gather_pages(page_table[row], kv_len, page_shape, page_dtype)
-        keys, values = as_numbers(rows, head_dim)
-        values = (keys if latent_dim else values)[..., :value_dim]
+        parts = as_numbers(rows, head_dim)
+        keys, values = parts[0], parts[-1, ..., :value_dim]
         of_row = grouped_query[row, kv_heads].float() @ keys.transpose(1, 2) * sm_scale
         of_row = capped(of_row, softcap)
         of_heads = of_row.logsumexp(-1)

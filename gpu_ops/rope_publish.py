@@ -98,6 +98,7 @@ def rope_publish_kernel(
     max_host_pages: tl.tensor,
     NUM_QO_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
+    PARTS: tl.constexpr,  # of the window; 1: keys alone, and values have no program
     NUM_PAGE_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -170,7 +171,7 @@ def rope_publish_kernel(
                 index = SINK_TOKENS + (position - SINK_TOKENS) % RECENT_TOKENS
             if index < TOKENS:
                 of_window = (
-                    window + ((row * 2 * NUM_KV_HEADS + kv_head) * TOKENS + index) * ROW_ITEMS
+                    window + ((row * PARTS * NUM_KV_HEADS + kv_head) * TOKENS + index) * ROW_ITEMS
                 )
                 store_row(of_window, low, high, HEAD_DIM, ROW_ITEMS, BLOCK)
         if page_table is not None:
@@ -215,6 +216,7 @@ def rope_publish(
     ring_tokens: int = 0,
     host_pages: Tensor | None = None,
     row_dtype: torch.dtype | None = None,
+    keys_only: bool = False,
 ) -> None:
     """Rotate q and k (x * cos + rotate_half(x) * sin) and write q, k and v where they are needed.
 
@@ -245,6 +247,8 @@ def rope_publish(
             without `page_slots` and aligned to 16 bytes.
         row_dtype: of the rows in the window and in pages: qkv's, also where None is given, or int8
             (`row_format`).
+        keys_only: v is written nowhere: the window is [n, 1, ..], pages have keys alone, and the v
+            of `host_kv` stay as they are.
 
     Raises:
         ValueError: operands that do not fit together.
@@ -274,6 +278,7 @@ def rope_publish(
         check_tensor("q_norm", q_norm, (head_dim,), dtype, device)
         check_tensor("k_norm", k_norm, (head_dim,), dtype, device)
     recent_tokens, row_dtype = 0, row_dtype or dtype
+    parts = 1 if keys_only else 2
     if row_dtype not in (dtype, torch.int8):
         raise ValueError(f"row_dtype must be {dtype} or torch.int8, got {row_dtype}")
     row = row_items(head_dim, row_dtype)
@@ -284,7 +289,7 @@ def rope_publish(
                 f"sink_tokens must be in [0, {window.shape[3]}], the window's tokens,"
                 f" got {sink_tokens}"
             )
-        window_shape = (n, 2, num_kv_heads, window.shape[3], row)
+        window_shape = (n, parts, num_kv_heads, window.shape[3], row)
         check_tensor("window", window, window_shape, row_dtype, device)
     for name, table in (("page_table", page_table), ("host_pages", host_pages)):
         if table is not None:
@@ -301,7 +306,7 @@ def rope_publish(
     operands = (qkv, cos, sin, positions, q_norm, k_norm, norm_eps)
     host = (host_query, host_kv)
     if not runs_kernel(qkv):
-        page_shape = (2, num_page_heads, page_tokens, row)
+        page_shape = (parts, num_page_heads, page_tokens, row)
         return rope_publish_reference(
             *operands,
             query,
@@ -316,7 +321,7 @@ def rope_publish(
             row_dtype,
             head_dim,
         )
-    rope_publish_kernel[(n, num_heads)](
+    rope_publish_kernel[(n, num_heads - num_kv_heads * keys_only)](
         *operands,
         query,
         *map(pointer, host),
@@ -328,6 +333,7 @@ def rope_publish(
         0 if host_pages is None else host_pages.shape[1],
         num_qo_heads,
         num_kv_heads,
+        parts,
         num_page_heads,
         head_dim,
         rotary_dim,
@@ -364,21 +370,21 @@ def rope_publish_reference(
     head_dim: int,
 ) -> None:
     """`rope_publish` by torch; pages are CPU memory, those of `page_table` [*page_shape]."""
-    _, num_page_heads, page_tokens, row_width = page_shape
+    parts, num_page_heads, page_tokens, row_width = page_shape
     heads = qkv.view(len(qkv), -1, head_dim)
     num_qo_heads = query.shape[1] // head_dim
     q, (k, v) = heads[:, :num_qo_heads], heads[:, num_qo_heads:].chunk(2, dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm_reference(q, q_norm, norm_eps), rms_norm_reference(k, k_norm, norm_eps)
     q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
-    kv = torch.stack((k, v), dim=1)  # [n, 2, num_kv_heads, head_dim]
+    kv = torch.stack((k, v)[:parts], dim=1)  # [n, parts, num_kv_heads, head_dim]
 
     rows = positions.ge(0).nonzero()[:, 0]
     for target in (query, host_query):
         if target is not None:
             target[rows] = q.flatten(1)[rows]
     if host_kv is not None:
-        host_kv[rows] = kv[rows]
+        host_kv[rows, :parts] = kv[rows]
     kv = as_rows(kv, row_dtype)
     for row, position in zip(rows.tolist(), positions[rows].tolist(), strict=True):
         if window is not None:
@@ -396,5 +402,5 @@ def rope_publish_reference(
             page[:, :, place % page_tokens] = kv[row][:, held]
         if host_pages is not None:
             address = int(host_pages[row, position // page_tokens])
-            page = page_at(address, (2, kv.shape[2], page_tokens, row_width), row_dtype)
+            page = page_at(address, (parts, kv.shape[2], page_tokens, row_width), row_dtype)
             page[:, :, position % page_tokens] = kv[row]

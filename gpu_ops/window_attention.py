@@ -15,6 +15,7 @@ from gpu_ops.checks import (
     check_latent_dim,
     check_rows,
     check_tensor,
+    num_parts,
 )
 from gpu_ops.launch import jit, runs_kernel, tl
 from gpu_ops.online_softmax import NUM_STAGES, Tiles, attend_rows, capped, load_query
@@ -53,7 +54,8 @@ def window_attention_kernel(
     q, q_rest = load_query(query, first_head, g, GROUP_SIZE, HEAD_DIM, BLOCK_D), None
     if BLOCK_R > 0:
         q_rest = load_query(query, first_head, g, GROUP_SIZE, HEAD_DIM, BLOCK_R, BLOCK_D)
-    keys = window + (row * 2 * NUM_KV_HEADS + kv_head) * (WINDOW_TOKENS * ROW_ITEMS)
+    PARTS: tl.constexpr = 1 if LATENT_DIM > 0 else 2
+    keys = window + (row * PARTS * NUM_KV_HEADS + kv_head) * (WINDOW_TOKENS * ROW_ITEMS)
     values = keys + NUM_KV_HEADS * WINDOW_TOKENS * ROW_ITEMS
 
     row_max, row_sum, acc = attend_rows(
@@ -101,7 +103,8 @@ def window_attention(
         window: [n, 2, num_kv_heads, sink_tokens + recent_tokens, row] as `rope_publish` fills it,
             the row's own token included: rows of head_dim in query's dtype, or of int8
             (`row_format`). How many of its tokens are sinks makes no difference here: they fill it
-            in order, and attention does not ask in which order it was refilled.
+            in order, and attention does not ask in which order it was refilled. With a latent_dim
+            keys alone, [n, 1, ..].
         positions: int64 [n], -1 for an inactive row, whose out is 0 and lse -inf.
         out: float32 [n, num_qo_heads * head_dim].
         lse: float32 [n, num_qo_heads], natural log.
@@ -117,7 +120,8 @@ def window_attention(
     group_size = check_group(num_qo_heads, num_kv_heads)
     shape = (n, num_qo_heads * head_dim)
     check_tensor("query", query, shape, query.dtype, device)
-    check_rows("window", window, (n, 2, num_kv_heads, window_tokens), head_dim, query)
+    parts = num_parts(latent_dim)
+    check_rows("window", window, (n, parts, num_kv_heads, window_tokens), head_dim, query)
     check_tensor("positions", positions, (n,), torch.int64, device)
     check_tensor("out", out, shape, torch.float32, device)
     check_tensor("lse", lse, (n, num_qo_heads), torch.float32, device)
@@ -176,7 +180,7 @@ def window_attention_reference(
     for row, position in enumerate(positions.tolist()):
         if position >= 0:
             kv = as_numbers(window[row, :, :, : min(position + 1, window_tokens)], head_dim)
-            values = kv[0][..., :latent_dim] if latent_dim else kv[1]
+            values = kv[-1, ..., : latent_dim or head_dim]
             q = query[row].view(-1, head_dim)
             o, row_lse = attend_reference(q, kv[0], values, sm_scale, softcap)
             out[row].view(-1, head_dim)[:, : o.shape[1]], lse[row] = o, row_lse

@@ -21,6 +21,7 @@ struct AttentionShape {
   // [num_qo_heads] logits that take their share of each softmax and have no value, or null. Outputs are what is left;
   // an lse is of tokens alone. For who attends to all tokens here.
   const float* sinks = nullptr;
+  bool keys_only = false;  // values are the first elements of keys, and pages have keys alone
 
   int group_size() const { return num_qo_heads / num_kv_heads; }
   bool has_heads_of(const AttentionShape& other) const {
@@ -32,6 +33,7 @@ struct AttentionShape {
     return {pages, (row_bytes() << page_shift) * kv_head, row_bytes(), page_shift, format};
   }
   RowSource values(const int64_t* pages, int kv_head) const {
+    if (keys_only) return keys(pages, kv_head);
     return {pages, (row_bytes() << page_shift) * (num_kv_heads + kv_head), row_bytes(), page_shift, format};
   }
   // x, [head_dim] of `dtype`, becomes a token's key or value.
@@ -80,6 +82,7 @@ struct QueryRow {
   }
   RowSource values(const AttentionShape& shape, int kv_head) const {
     if (starts == nullptr) return shape.values(pages, kv_head);
+    if (shape.keys_only) return keys(shape, kv_head);
     return {pages_of(shape, kv_head), shape.row_bytes() << shape.page_shift, shape.row_bytes(), shape.page_shift,
             shape.format};
   }

@@ -28,12 +28,12 @@ KeptRows kept_rows(const Int64s& page_tables, const Int64s& table_strides, const
 using Heads = std::tuple<int, int, int, float, float, int64_t, int64_t>;
 
 std::unique_ptr<DecodeAttention> make_attention(WorkerPool& pool, const std::string& isa,
-                                                const std::vector<Heads>& layers, int page_shift, int dtype,
-                                                int format) {
+                                                const std::vector<Heads>& layers, int page_shift, int dtype, int format,
+                                                bool keys_only) {
   std::vector<AttentionShape> shapes;
   for (const auto& [num_qo_heads, num_kv_heads, head_dim, sm_scale, cap, window, sinks] : layers) {
     shapes.push_back({num_qo_heads, num_kv_heads, head_dim, page_shift, static_cast<DType>(dtype), sm_scale,
-                      static_cast<DType>(format), cap, window, pointer<const float>(sinks)});
+                      static_cast<DType>(format), cap, window, pointer<const float>(sinks), keys_only});
   }
   return std::make_unique<DecodeAttention>(std::move(shapes), kernels_for(isa), pool);
 }

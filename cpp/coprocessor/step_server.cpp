@@ -169,7 +169,7 @@ void StepServer::store_row(size_t row, int64_t end_layer) {
     const char* value = key + shape.num_kv_heads * head_bytes;
     for (int h = 0; h < shape.num_kv_heads; ++h, key += head_bytes, value += head_bytes) {
       shape.write(attention_.kernels(), shape.keys(pages, h), position, key);
-      shape.write(attention_.kernels(), shape.values(pages, h), position, value);
+      if (!shape.keys_only) shape.write(attention_.kernels(), shape.values(pages, h), position, value);
     }
   }
   num_stored_[row] = std::max(num_stored_[row], end_layer);
@@ -323,10 +323,11 @@ void StepServer::warm_up(int request, int32_t* stop) {
 std::string StepServer::find_non_finite(size_t first, size_t last, int64_t first_layer, int64_t end_layer) const {
   const AttentionShape& shape = attention_.shape();
   const int64_t bytes = 2 * shape.num_kv_heads * shape.head_bytes();
+  const int64_t checked = shape.keys_only ? bytes / 2 : bytes;
   for (int64_t layer_idx = first_layer; layer_idx < end_layer; ++layer_idx) {
     for (size_t row = first; row < last; ++row) {
       const char* kv = mailbox_.kv + (layer_idx * mailbox_.max_rows + step_->rows[row].slot) * bytes;
-      if (all_finite(kv, bytes, shape.dtype)) continue;
+      if (all_finite(kv, checked, shape.dtype)) continue;
       char text[160];
       std::snprintf(text, sizeof text, "non-finite keys or values in layer %lld, row %zu of the step: %s",
                     static_cast<long long>(layer_idx), row, "NaN or inf above it, in the weights or in the KV cache");

@@ -52,7 +52,7 @@ void rope_append(const DecodeAttention& attention, int64_t layer_idx, const Step
       }
       const int64_t newest = row.num_tokens(h) - 1;
       shape.write(attention.kernels(), row.keys(shape, h), newest, head);
-      shape.write(attention.kernels(), row.values(shape, h), newest, value);
+      if (!shape.keys_only) shape.write(attention.kernels(), row.values(shape, h), newest, value);
     }
     head += shape.num_kv_heads * head_bytes;  // past the values
   }

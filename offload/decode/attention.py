@@ -105,6 +105,7 @@ class DecodeAttention(NativeAttention):
             page_tokens=store.page_tokens,
             dtype=store.dtype,
             int8_rows=store.format.is_int8,
+            keys_only=store.format.keys_only,
             sm_scale=sm_scale,
             softcap=softcap,
             windows=windows,

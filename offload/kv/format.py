@@ -27,13 +27,24 @@ class KVFormat:
     Attributes:
         dtype: of the numbers that are written and read: the model's.
         is_int8: whether rows are int8 with scales.
+        keys_only: values are the first elements of keys, as of latent attention: pages have keys
+            alone, and a value is read as its whole key. (Of int8 it has the key's scales: those of
+            its last elements are its own where it ends with a group of 64, as of all known models.)
     """
 
     dtype: torch.dtype
     is_int8: bool = False
+    keys_only: bool = False
 
     @classmethod
-    def of(cls, kv_dtype: str, dtype: torch.dtype, head_dims: Iterable[int] = ()) -> KVFormat:
+    def of(
+        cls,
+        kv_dtype: str,
+        dtype: torch.dtype,
+        head_dims: Iterable[int] = (),
+        *,
+        keys_only: bool = False,
+    ) -> KVFormat:
         """The format that `kv_dtype` names for a model of `dtype`.
 
         Raises:
@@ -51,14 +62,19 @@ class KVFormat:
                 "give kv_dtype='auto' or 'int8'"
             )
         if kv_dtype != "int8":
-            return cls(dtype)
+            return cls(dtype, keys_only=keys_only)
         for head_dim in head_dims:
             if head_dim % _LEAST_MULTIPLE:
                 raise NotImplementedError(
                     f"kv_dtype='int8' needs a head_dim that is a multiple of {_LEAST_MULTIPLE}, "
                     f"got {head_dim}; give kv_dtype='auto'"
                 )
-        return cls(dtype, is_int8=True)
+        return cls(dtype, is_int8=True, keys_only=keys_only)
+
+    @property
+    def num_parts(self) -> int:
+        """Of a page: keys and values, or keys alone."""
+        return 1 if self.keys_only else 2
 
     @property
     def page_dtype(self) -> torch.dtype:
@@ -75,7 +91,7 @@ class KVFormat:
 
     def token_bytes(self, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
         """Bytes of a token's keys and values in all layers."""
-        return num_layers * 2 * num_kv_heads * self.row_bytes(head_dim)
+        return num_layers * self.num_parts * num_kv_heads * self.row_bytes(head_dim)
 
     @property
     def largest(self) -> float:
@@ -86,7 +102,7 @@ class KVFormat:
     @property
     def kept(self) -> KVFormat:
         """That of rows as pages have them: they are copied."""
-        return KVFormat(self.page_dtype)
+        return KVFormat(self.page_dtype, keys_only=self.keys_only)
 
     def check_kept(self, name: str, rows: Tensor, head_dim: int) -> None:
         """ValueError for rows [.., row_items] that `write` does not make of finite numbers."""

@@ -261,20 +261,22 @@ def _give_back(registration: HostRegistration | None, slabs: dict[int, torch.Ten
     slabs.clear()  # the mapping goes with the last tensor over it
 
 
-def page_shape(num_heads: int, page_tokens: int, row_items: int) -> tuple[int, int, int, int]:
-    """Shape of a page of KV cache: keys and values of `num_heads` heads."""
-    return 2, num_heads, page_tokens, row_items
+def page_shape(
+    num_heads: int, page_tokens: int, row_items: int, num_parts: int = 2
+) -> tuple[int, int, int, int]:
+    """Shape of a page of KV cache: keys and values of `num_heads` heads, or keys alone."""
+    return num_parts, num_heads, page_tokens, row_items
 
 
 def slots_of(
-    heads: Iterable[tuple[int, int]], page_tokens: int, *, apart: bool = False
+    heads: Iterable[tuple[int, int]], page_tokens: int, num_parts: int = 2, *, apart: bool = False
 ) -> list[Slot]:
     """Where each layer is in a page of all, or in its own if they are `apart`, by (num_kv_heads,
     elements of a row) of each."""
     slots: list[Slot] = []
     offset = 0
     for num_kv_heads, row_items in heads:
-        slots.append((offset, page_shape(num_kv_heads, page_tokens, row_items)))
+        slots.append((offset, page_shape(num_kv_heads, page_tokens, row_items, num_parts)))
         offset += 0 if apart else math.prod(slots[-1][1])
     return slots
 

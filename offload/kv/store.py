@@ -14,6 +14,11 @@ of its page table, and its row is at
     page_table[layer_idx, t // page_tokens]
         + ((is_value * num_kv_heads + kv_head) * page_tokens + t % page_tokens) * row_bytes
 
+With `keys_only` values are the first elements of keys, as of latent attention. Pages have keys
+alone, and a value is read as its whole key:
+
+    page: dtype [K][num_kv_heads][page_tokens][row], contiguous
+
 The page table of a sequence is int64 [num_layers, capacity_pages], C-contiguous, of addresses, with
 0 where there is no page. All offsets are 64-bit.
 
@@ -85,6 +90,7 @@ class KVStore:
         num_kv_heads, head_dim: of all layers, or of each; head_dim a multiple of 8.
         dtype: torch.float32, torch.float16 or torch.bfloat16.
         kv_dtype: what keys and values are kept as: "auto", that dtype, or "int8" (see `KVFormat`).
+        keys_only: values are the first elements of keys, and are not kept.
         host_budget_bytes: hard limit on host memory; default: what `host_memory()` leaves a model.
         page_tokens: tokens in a page.
         per_head_pages: each KV head has pages of its own, and may have fewer tokens (`rewrite`);
@@ -107,6 +113,7 @@ class KVStore:
         head_dim: int | Sequence[int],
         dtype: torch.dtype,
         kv_dtype: str = "auto",
+        keys_only: bool = False,
         host_budget_bytes: int | None = None,
         page_tokens: int = 256,
         per_head_pages: bool = False,
@@ -120,7 +127,9 @@ class KVStore:
         for heads, dim in self._heads:
             check_sizes(num_kv_heads=heads, head_dim=dim)
         check_dtype(dtype)
-        self.format = KVFormat.of(kv_dtype, dtype, [dim for _, dim in self._heads])
+        head_dims = [dim for _, dim in self._heads]
+        self.format = KVFormat.of(kv_dtype, dtype, head_dims, keys_only=keys_only)
+        num_parts = self.format.num_parts
         in_rows = [(heads, self.format.row_items(dim)) for heads, dim in self._heads]
         of_layer = np.asarray(of_layers(num_layers, "windows", windows), np.int64)
         self._windows = of_layer if of_layer.any() else None
@@ -130,7 +139,7 @@ class KVStore:
                 "are not in one KV store yet"
             )
         alike, apart = len(set(self._heads)) == 1, self._windows is not None
-        self._slots = [] if alike else slots_of(in_rows, page_tokens, apart=apart)
+        self._slots = [] if alike else slots_of(in_rows, page_tokens, num_parts, apart=apart)
         if host_budget_bytes is None:
             host_budget_bytes = host_memory().model_bytes()
         if host_budget_bytes < 0:
@@ -150,6 +159,7 @@ class KVStore:
                     1 if per_head_pages else self.num_kv_heads,
                     page_tokens,
                     self.format.row_items(self.head_dim),
+                    num_parts,
                 )
             ),
             dtype=self.format.page_dtype,
@@ -369,7 +379,7 @@ class KVStore:
         """
         parts = self._writable(seq, layer_idx, keys, values, start, kept=kept)
         keys, values = keys.detach(), values.detach()
-        for name, rows in (("keys", keys), ("values", values)):
+        for name, rows in (("keys", keys), ("values", values))[: self.format.num_parts]:
             where = f"{name} in layer {layer_idx} of sequence {seq}"
             if kept:
                 self.format.check_kept(where, rows, self.heads_of(layer_idx)[1])
@@ -454,7 +464,8 @@ class KVStore:
         Each is [num_kv_heads, stop - start, head_dim], contiguous unless given as `out`. `stop` may
         exceed kv_len up to what is reserved; those rows are what `append` wrote, or undefined. Rows
         that a head lacks are 0. `out` may be on a CUDA device: it is filled in the order of the
-        current stream. Of int8 they are rounded to the dtype, but with `kept` they are as in pages:
+        current stream. With `keys_only` values are their whole keys, the same tensor unless `out`
+        is given. Of int8 they are rounded to the dtype, but with `kept` they are as in pages:
         int8 [num_kv_heads, stop - start, row].
         """
         sequence = self._sequence(seq)
@@ -470,7 +481,8 @@ class KVStore:
         row = self.format.row_items(head_dim) if kept else head_dim
         expected, dtype = (num_kv_heads, stop - start, row), of_rows.dtype
         if out is None:
-            out = torch.empty(expected, dtype=dtype), torch.empty(expected, dtype=dtype)
+            keys = torch.empty(expected, dtype=dtype)
+            out = keys, keys if self.format.keys_only else torch.empty_like(keys)
         check_out(out, expected, dtype)
         read_rows(out, sequence.parts(layer_idx, start, stop), of_rows)
         return out

@@ -1,6 +1,7 @@
 """Rows of keys and values into pages of host memory and out of them, also from a device.
 
-A page is [K|V, num_kv_heads, page_tokens, head_dim], of one head where heads are apart; rows on the
+A page is [K|V, num_kv_heads, page_tokens, head_dim], of one head where heads are apart, and without
+V where values are the first elements of keys: values are then read as their keys. Rows on the
 device are [num_tokens, num_kv_heads, head_dim] of any strides, on the current stream. Rows are
 rearranged on the device, so that every transfer is one contiguous piece: torch moves anything else
 through pageable memory, and waits for it. With pages in registered memory nothing waits for it.
@@ -59,20 +60,19 @@ def read_rows(out: Rows, parts: Iterable[Part], kv_format: KVFormat) -> None:
         if num_lacking:
             for rows in out:
                 rows[heads, :num_lacking] = 0
-        keys, values = (rows[heads, num_lacking:].transpose(0, 1) for rows in out)
+        keys = out[0][heads, num_lacking:].transpose(0, 1)
+        values = keys if out[1] is out[0] else out[1][heads, num_lacking:].transpose(0, 1)
         if out[0].device.type != "cpu":
             copy_from_pages((keys, values), pieces, kv_format)
             continue
         for sides, pages in runs_of((keys, values), pieces):
-            for side, of_side in enumerate(sides):
-                kv_format.read(pages[:, side], of_side)
+            _read(pages, sides, kv_format)
 
 
 def fill_pages(rows: Rows, pieces: Iterable[Piece], kv_format: KVFormat) -> None:
     """Write keys and values [num_tokens, num_kv_heads, head_dim]; who calls waits for it."""
     for sides, pages in runs_of(rows, pieces):
-        for side, of_side in enumerate(sides):
-            kv_format.write(of_side, pages[:, side])
+        _write(sides, pages, kv_format)
 
 
 def copy_to_pages(rows: Rows, pieces: Iterable[Piece], kv_format: KVFormat) -> None:
@@ -80,10 +80,9 @@ def copy_to_pages(rows: Rows, pieces: Iterable[Piece], kv_format: KVFormat) -> N
     Of int8 `rows` are afterwards as pages have them."""
     for sides, run in runs_of(rows, pieces):
         staging = torch.empty(run.shape, dtype=run.dtype, device=rows[0].device)
-        for side, of_side in enumerate(sides):
-            kv_format.write(of_side, staging[:, side])
-            if kv_format.is_int8:
-                kv_format.read(staging[:, side], of_side)
+        _write(sides, staging, kv_format)
+        if kv_format.is_int8:
+            _read(staging, sides, kv_format)
         for host, part in _contiguous(run, staging):
             host.copy_(part, non_blocking=True)
 
@@ -92,8 +91,18 @@ def copy_from_pages(rows: Rows, pieces: Iterable[Piece], kv_format: KVFormat) ->
     """Read keys and values [num_tokens, num_kv_heads, head_dim]; pieces count from the first."""
     runs = runs_of(rows, pieces)
     for sides, staging in _staged_ahead(runs, rows[0].device) if rows[0].is_cuda else _staged(runs):
-        for side, of_side in enumerate(sides):
-            kv_format.read(staging[:, side], of_side)
+        _read(staging, sides, kv_format)
+
+
+def _write(sides: list[Tensor], pages: Tensor, kv_format: KVFormat) -> None:
+    for of_side, part in zip(sides, pages.unbind(1), strict=False):  # keys alone, perhaps
+        kv_format.write(of_side, part)
+
+
+def _read(pages: Tensor, sides: list[Tensor], kv_format: KVFormat) -> None:
+    kv_format.read(pages[:, 0], sides[0])
+    if sides[1] is not sides[0]:
+        kv_format.read(pages[:, -1], sides[1])
 
 
 def _staged(runs: Iterable[tuple[list[Tensor], Tensor]]) -> Iterator[tuple[list[Tensor], Tensor]]:
@@ -148,7 +157,9 @@ def runs_of(rows: Rows, pieces: Iterable[Piece]) -> Iterator[tuple[list[Tensor],
             run = pages[start : start + size]
             begin = first + start * tokens
             stop, shape = begin + len(run) * tokens, (len(run), tokens, *rows[0].shape[1:])
-            yield [x[begin:stop].view(shape).transpose(1, 2) for x in rows], run
+            keys = rows[0][begin:stop].view(shape).transpose(1, 2)
+            values = rows[1][begin:stop].view(shape).transpose(1, 2)
+            yield [keys, keys if rows[1] is rows[0] else values], run
 
 
 def _contiguous(run: Tensor, staging: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

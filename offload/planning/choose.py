@@ -133,7 +133,7 @@ def _check_dense(placement: HeadPlacement, room: DeviceRoom) -> None:
     work = room.work
     budget, needed = room.budget_bytes or 0, room.num_bytes(placement)
     num_heads = sum(placement.counts(Place.GPU))
-    one_page = num_heads * 2 * work.page_tokens * work.row_bytes
+    one_page = num_heads * work.page_tokens * work.pair_bytes
     of_pages = (
         f", and one page of {work.page_tokens} tokens of each of the {num_heads} KV heads that "
         f"must stay there takes {format_bytes(one_page)}"

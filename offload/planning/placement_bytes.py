@@ -79,6 +79,7 @@ def step_layouts(
         window_tokens=sum(window_of(policy)),
         max_pages=max_tokens // work.page_tokens,
         dtype=kv_format.page_dtype,
+        num_parts=kv_format.num_parts,
     )
     of_step = {
         "rows": StepBuffers.layout(shape, slots, dtype, num_multiprocessors, kv_format.page_dtype),
@@ -94,6 +95,7 @@ def step_layouts(
             page_tokens=work.page_tokens,
             row_items=row_items,
             dtype=kv_format.page_dtype,
+            num_parts=kv_format.num_parts,
         ),
         "codes of keys": codes,
         "windows": {"windows": resident.pop("windows")},
@@ -165,7 +167,8 @@ def step_device_bytes(
 def store_bytes(work: Workload, slab_bytes: int = DEFAULT_SLAB_BYTES) -> int:
     """Bytes of the host store's slabs with sequences that share nothing."""
     shape = work.shape
-    page_bytes = math.prod(page_shape(shape.num_kv_heads, work.page_tokens, work.row_bytes))
+    of_page = shape.num_kv_heads, work.page_tokens, work.row_bytes, work.kv_format.num_parts
+    page_bytes = math.prod(page_shape(*of_page))
     windows = shape.windows or [0] * shape.num_layers
     num_pages = work.batch_size * pages_at(work.kv_len, work.page_tokens, windows)
     return pool_bytes(num_pages, page_bytes, slab_bytes)

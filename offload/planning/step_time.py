@@ -250,7 +250,7 @@ class StepModel:
         gather = slowed = merge = reply = 0.0
         if num_on_cpu:
             merge = device.merge_us
-        fetched = work.batch_size * num_gathered * work.chosen_tokens * 2 * work.row_bytes
+        fetched = work.batch_size * num_gathered * work.chosen_tokens * work.pair_bytes
         attend_fetched = device.attention.us(fetched)
         if num_gathered:
             gather, attend_fetched, slowed = self._gather_us(device, fetched)
@@ -289,8 +289,8 @@ class StepModel:
             linear += self._matrices_us(device, work.shape.query_width)
         rows = min(work.kv_len, HOT_BUDGETS * work.policy.budget_tokens)
         gpu = self._resident_us(device, resident, publishes=publishes)
-        gpu += device.attention.us(work.batch_size * num_hot * rows * 2 * work.row_bytes)
-        chosen = work.batch_size * num_hot * work.chosen_tokens * 2 * work.row_bytes
+        gpu += device.attention.us(work.batch_size * num_hot * rows * work.pair_bytes)
+        chosen = work.batch_size * num_hot * work.chosen_tokens * work.pair_bytes
         gather = sum(self._gather_us(device, _MISSING_SHARE * chosen)[:2])
         reply = device.round_trip_us + self._choose_us(roles[hot], members[hot])
         scores = self._num_scores(resident) if publishes else 0
@@ -311,8 +311,8 @@ class StepModel:
         find += device.top_k.us(num_scores) + _FIND_US
         rows = min(work.kv_len, HOT_BUDGETS * work.policy.budget_tokens)
         gpu = find + self._resident_us(device, roles[~found], publishes=publishes)
-        gpu += device.attention.us(work.batch_size * num_found * rows * 2 * work.row_bytes)
-        chosen = work.batch_size * num_found * work.chosen_tokens * 2 * work.row_bytes
+        gpu += device.attention.us(work.batch_size * num_found * rows * work.pair_bytes)
+        chosen = work.batch_size * num_found * work.chosen_tokens * work.pair_bytes
         gather = device.gather.us(_MISSING_SHARE * chosen)
         kind = "hot rows found" if num_found == len(roles) else "GPU + hot rows found"
         return LayerTime(kind, self.linear_us, gpu, gather, 0.0, gather, 0.0)
@@ -358,7 +358,7 @@ class StepModel:
         """Attention to all tokens of heads in GPU pages, or to those in a layer's window."""
         work = self.work
         kv_len = min(work.kv_len, window or work.kv_len)
-        of_head = work.batch_size * kv_len * 2 * work.row_bytes
+        of_head = work.batch_size * kv_len * work.pair_bytes
         table = device.retrieval if publishes else device.attention
         return table.us(len(roles) * of_head)
 
@@ -403,9 +403,9 @@ class StepModel:
         work, read = self.work, _ReadBytes()
         of_members = work.policy.members
         is_sparse = work.is_sparse
-        scanned = (work.kv_len - work.window_tokens + window) * 2 * work.row_bytes
+        scanned = (work.kv_len - work.window_tokens + window) * work.pair_bytes
         chosen_tokens, row_bytes = work.chosen_tokens, work.row_bytes
-        attended = (chosen_tokens + window) * 2 * row_bytes
+        attended = (chosen_tokens + window) * work.pair_bytes
         for role, index in zip(roles.tolist(), members.tolist(), strict=True):
             if role == RETRIEVE and is_sparse:
                 read.retrieved += scanned

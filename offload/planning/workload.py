@@ -62,12 +62,17 @@ class Workload:
     @cached_property
     def kv_format(self) -> KVFormat:
         """That of keys and values in pages, wherever they are."""
-        return KVFormat.of(self.kv_dtype, self.dtype)
+        return KVFormat.of(self.kv_dtype, self.dtype, keys_only=self.shape.latent_dim > 0)
 
     @cached_property
     def row_bytes(self) -> int:
         """Bytes of a key of one KV head."""
         return self.kv_format.row_bytes(self.shape.head_dim)
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of a key and its value of one KV head, or of a key that begins with its value."""
+        return self.kv_format.num_parts * self.row_bytes
 
     @cached_property
     def is_sparse(self) -> bool:

@@ -56,10 +56,11 @@ def fingerprint(
 
 def _layout(store: KVStore) -> str:
     heads = [*map(store.heads_of, range(store.num_layers))]
+    parts = "K" if store.format.keys_only else "K|V"
     if len(set(heads)) > 1:
-        return f"layers of [K|V, h, n, d], (h, d) = {heads}"
+        return f"layers of [{parts}, h, n, d], (h, d) = {heads}"
     (num_kv_heads, head_dim), *_ = heads
-    return f"{store.num_layers} layers of [K|V, {num_kv_heads}, n, {head_dim}]"
+    return f"{store.num_layers} layers of [{parts}, {num_kv_heads}, n, {head_dim}]"
 
 
 def _digest(text: str) -> str:

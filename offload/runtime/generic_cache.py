@@ -780,7 +780,9 @@ class GenericCache(DynamicCache):
         past = layer.seen - n
         attention = self._hosted.attention
         on_queries, most = attention.on_prefill_queries, attention.policy.state.observed_queries
-        keys, values = (widened(x, width).transpose(1, 2) for x in (call.key, call.value))
+        keys = values = widened(call.key, width).transpose(1, 2)
+        if not self.store.format.keys_only:
+            values = widened(call.value, width).transpose(1, 2)
         on_host = self._hosted.others.modules is None
         append = self.store.append if on_host else self.store.append_async
         for row, (seq, pad) in enumerate(zip(self._seqs, self._pads, strict=True)):
@@ -823,9 +825,13 @@ class GenericCache(DynamicCache):
             if before and hosted is not None:
                 spec = hosted.spec
                 shape = (spec.num_kv_heads, seen - pad, spec.head_dim)
-                keys, values = past = call.query.new_zeros(shape), call.query.new_zeros(shape)
-                of_store = keys[:, :before], values[:, :before]
+                keys = values = call.query.new_zeros(shape)
+                of_store = (keys[:, :before],) * 2
+                if not self.store.format.keys_only:
+                    values = call.query.new_zeros(shape)
+                    of_store = keys[:, :before], values[:, :before]
                 self.store.gather(seq, hosted.number, 0, before, out=of_store)
+                past = keys, values
             query = call.query[row : row + 1, :, skip:]
             key, value = (x[row : row + 1, :, first:] for x in (call.key, call.value))
             out[row, skip:] = replace(call, query=query, key=key, value=value).behind(past)

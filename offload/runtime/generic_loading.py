@@ -574,7 +574,9 @@ def device_bytes_beside(
 
 def bytes_of_pass(stock: Any, view: HybridModel | StockView, n: int, columns: int) -> int:
     """What a GPU needs for n new columns, the last of `columns`, beside states of sequences."""
-    kv_bytes = 2 * view.shape.num_kv_heads * view.shape.head_dim * stock.dtype.itemsize
+    kv_bytes = KVFormat(stock.dtype, keys_only=view.shape.latent_dim > 0).token_bytes(
+        1, view.shape.num_kv_heads, view.shape.head_dim
+    )
     passes = PassBytes(token_bytes(stock), kv_bytes + expanded_bytes(stock), n)
     states = _STATES_KEPT * view.state_bytes
     columns = min(view.shape.max_context, columns)

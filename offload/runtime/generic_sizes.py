@@ -157,6 +157,7 @@ def store_and_attention(
         num_kv_heads=[spec.num_kv_heads for spec in layers],
         head_dim=[spec.head_dim for spec in layers],
         kv_dtype=config.kv_dtype,
+        keys_only=shape_of(layers).latent_dim > 0,
         page_tokens=config.page_tokens,
         **of_store,
     )
@@ -175,9 +176,8 @@ def store_and_attention(
 def row_bytes(store: KVStore) -> int:
     """Bytes of a token's keys and values in the model's dtype, the most that one layer has."""
     heads = map(store.heads_of, range(store.num_layers))
-    return max(2 * num_kv_heads * head_dim for num_kv_heads, head_dim in heads) * (
-        store.dtype.itemsize
-    )
+    most = max(num_kv_heads * head_dim for num_kv_heads, head_dim in heads)
+    return store.format.num_parts * most * store.dtype.itemsize
 
 
 def num_pages(store: KVStore, ends: Iterable[int]) -> int:

@@ -217,7 +217,8 @@ def longest_context(
     config: RuntimeConfig, shape: ModelShape, dtype: torch.dtype, host_kv_bytes: int
 ) -> int:
     """Tokens of a sequence that the model and the host's budget allow."""
-    token_bytes = KVFormat.of(config.kv_dtype, dtype).token_bytes(**shape.kv_heads)
+    of_rows = KVFormat.of(config.kv_dtype, dtype, keys_only=shape.latent_dim > 0)
+    token_bytes = of_rows.token_bytes(**shape.kv_heads)
     of_sequence = host_kv_bytes
     if config.host_bytes_per_sequence is not None:
         of_sequence = min(of_sequence, config.host_bytes_per_sequence)

@@ -4,8 +4,8 @@ A file has, for each row `r`:
 
     r.tokens                int64 [n], where they are known
     r.kv.LAYER              the store's dtype [K|V, num_kv_heads, kv_len, head_dim], or int8 with
-                            rows as in pages (`KVFormat`); without the first `starts[LAYER]` tokens,
-                            which a layer with a window has freed
+                            rows as in pages (`KVFormat`), which may have keys alone; without the
+                            first `starts[LAYER]` tokens, which a layer with a window has freed
     r.marks                 uint8, of the text
     r.queries.LAYER         the store's dtype [num_qo_heads, n, head_dim], the recent ones
     r.state.LAYER.NAME      arrays of the policy; of records their bytes
@@ -102,10 +102,11 @@ def _pages(store: KVStore, row: int, seq: int) -> Iterator[Entry]:
     dtype, kv_len = store.format.page_dtype, store.kv_len(seq)
 
     def keys_and_values(layer_idx: int, start: int) -> Bytes:
-        both = torch.empty(_kept_shape(store, layer_idx, kv_len - start), dtype=dtype)
+        rows = torch.empty(_kept_shape(store, layer_idx, kv_len - start), dtype=dtype)
+        parts = rows.unbind()
         with torch_threads(1):
-            store.gather(seq, layer_idx, start, out=(both[0], both[1]), kept=True)
-        return bytes_of(both)
+            store.gather(seq, layer_idx, start, out=(parts[0], parts[-1]), kept=True)
+        return bytes_of(rows)
 
     for layer_idx, start in enumerate(_starts(store, seq)):
         name, shape = f"{row}.kv.{layer_idx}", _kept_shape(store, layer_idx, kv_len - start)
@@ -121,7 +122,7 @@ def _starts(store: KVStore, seq: int) -> list[int]:
 
 def _kept_shape(store: KVStore, layer_idx: int, kv_len: int) -> tuple[int, int, int, int]:
     num_kv_heads, head_dim = store.heads_of(layer_idx)
-    return 2, num_kv_heads, kv_len, store.format.row_items(head_dim)
+    return store.format.num_parts, num_kv_heads, kv_len, store.format.row_items(head_dim)
 
 
 def saved_rows(reader: CheckedReader) -> list[dict[str, Any]]:
@@ -221,9 +222,9 @@ def _read_row(
     store.reserve([seq], [kv_len], at_once=True)
     for layer_idx, (start, shape) in enumerate(zip(starts, shapes, strict=True)):
         data = yield from row.reader.read_in_parts(f"{row.row}.kv.{layer_idx}")
-        keys, values = torch.from_numpy(data).view(dtype).view(shape).transpose(1, 2)
+        parts = torch.from_numpy(data).view(dtype).view(shape).transpose(1, 2).unbind()
         with torch_threads(1):  # copies are small: with more they would wait for each other
-            store.append(seq, layer_idx, keys, values, start, kept=True)
+            store.append(seq, layer_idx, parts[0], parts[-1], start, kept=True)
     store.commit([seq], [kv_len])
     store.free_behind([seq], starts)
     for give in of_parts:

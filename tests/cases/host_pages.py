@@ -16,10 +16,10 @@ class HostPages:
 
     Args:
         kv_lens: tokens of each row; 0 for none, whose entries of the page table are 0.
-        kv: None: random numbers.
+        kv: of each row, perhaps keys alone; None: random numbers.
 
     Attributes:
-        kv: per row [2, num_kv_heads, kv_len, head_dim] on the CPU.
+        kv: per row [K|V, num_kv_heads, kv_len, head_dim] on the CPU.
         table: int64 [n, max_pages] on `device`.
     """
 
@@ -36,7 +36,8 @@ class HostPages:
         kv: list[torch.Tensor] | None = None,
     ) -> None:
         counts = [-(-kv_len // page_tokens) for kv_len in kv_lens]
-        shape = (max(1, sum(counts)), 2, num_kv_heads, page_tokens, head_dim)
+        parts = 2 if kv is None else len(kv[0])
+        shape = (max(1, sum(counts)), parts, num_kv_heads, page_tokens, head_dim)
         empty = -128 if dtype == torch.int8 else float("nan")
         self.pages = torch.full(shape, empty, dtype=dtype)
         if device == "cuda":

@@ -78,16 +78,17 @@ class Pages:
     """Pages of several rows, in shuffled order; what no token was written to is NaN.
 
     Args:
-        kv: per row keys and values [2, num_kv_heads, kv_len, head_dim], or None for no pages.
+        kv: per row keys and values [2, num_kv_heads, kv_len, head_dim], or keys alone [1, ..], or
+            None for no pages.
     """
 
     def __init__(
         self, rng: np.random.Generator, kv: list[torch.Tensor | None], page_tokens: int
     ) -> None:
         first = next(x for x in kv if x is not None)
-        _, num_kv_heads, _, head_dim = first.shape
+        parts, num_kv_heads, _, head_dim = first.shape
         counts = [0 if x is None else -(-x.shape[2] // page_tokens) for x in kv]
-        shape = (sum(counts), 2, num_kv_heads, page_tokens, head_dim)
+        shape = (sum(counts), parts, num_kv_heads, page_tokens, head_dim)
         empty = -128 if first.dtype == torch.int8 else float("nan")
         self.pages = torch.full(shape, empty, dtype=first.dtype, device=first.device)
         page_bytes = self.pages[0].numel() * self.pages.element_size()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Scheduler
 from offload.engine.sessions import Sessions
 from offload.models.missing_features import READ_AT_ONCE
+from offload.runtime import generic_sizes
 from offload.runtime.config import runtime_config
 from offload.runtime.generic_loading import generic_runtime
 from offload.runtime.generic_model import generic_model
 
-TYPES = ["qwen3_5_text", "granitemoe_swa", "lfm2", "bloom"]
+TYPES = ["qwen3_5_text", "granitemoe_swa", "lfm2", "bloom", "deepseek_v3"]
 INLINE = ["granitemoe_swa inline", "afmoe inline", "qwen3_5_text inline", "glm4_moe_lite inline"]
 INLINE += ["mpt inline"]
 IDS = torch.randint(3, 250, (8, 200), generator=torch.Generator().manual_seed(1)).tolist()
@@ -165,6 +167,25 @@ def test_sessions_come_back_from_disk(model: Any, tmp_path: Path) -> None:
     assert ask(engine, prompt, session_id="s") == (solo(model, prompt), 104 if is_cut else 110)
     engine.stop()
     assert model.kv_store.num_sequences == 0
+
+
+def test_sessions_with_values_of_latents_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those were that wrote a value beside each key, which begins with it."""
+    shape_of, answers = generic_sizes.shape_of, list[tuple[list[int], int]]()
+    config = runtime_config(num_threads=1, page_tokens=16)
+    others = lambda *of: replace(shape_of(*of), latent_dim=0)  # noqa: E731
+    for of_specs in (others, shape_of):
+        monkeypatch.setattr(generic_sizes, "shape_of", of_specs)
+        stock = tiny_model_of("deepseek_v3", vocab_size=VOCAB_SIZE)
+        model = generic_model(generic_runtime(stock, config, None))
+        engine = Engine(model, sessions=Sessions(tmp_path), prefix_caching=False)
+        answers.append(ask(engine, IDS[0][:50], session_id="s"))
+        engine.stop()
+        assert engine.sessions is not None
+    assert answers == [(answers[0][0], 0)] * 2
+    assert "of [K|V, 1, n, 48], not 4 layers of [K, 1, n, 48]" in engine.sessions.stats.last_miss
 
 
 def test_a_request_makes_room_and_goes_on(model: Any) -> None:

@@ -24,6 +24,7 @@ from cpu_ops.delta_rule import DeltaHeads
 from cpu_ops.packed import FORMATS, PackedWeight, quantise
 from gpu_ops import launch
 from gpu_ops.append_codes import append_codes
+from gpu_ops.checks import num_parts
 from gpu_ops.choose_places import HotMap, choose_places
 from gpu_ops.chunk_clusters import chunk_boxes, fill_empty, mean_directions
 from gpu_ops.code_scores import CodeQuery
@@ -171,9 +172,10 @@ def attend_all(
     table = zeros(n, 512, dtype=torch.int64)
     row_dtype = row_dtype or dtype
     row = row_items(head_dim, row_dtype)
-    window = zeros(n, 2, num_kv_heads, 16 + 64, row, dtype=row_dtype)
+    parts = num_parts(latent_dim)
+    window = zeros(n, parts, num_kv_heads, 16 + 64, row, dtype=row_dtype)
     rope = {"num_kv_heads": num_kv_heads, "query": query, "host_query": query, "host_kv": kv}
-    rope["row_dtype"] = row_dtype
+    rope |= {"row_dtype": row_dtype, "keys_only": parts == 1}
     rope_publish(qkv, angle, angle, positions, **rope, window=window, sink_tokens=16)
     rope_publish(
         qkv,
@@ -237,7 +239,8 @@ def select_all(
     query = torch.zeros(n, num_qo_heads * head_dim, dtype=dtype)
     row_dtype = row_dtype or dtype
     row = row_items(head_dim, row_dtype)
-    gathered = torch.zeros(n, 2, num_kv_heads, capacity, row, dtype=row_dtype)
+    parts = num_parts(latent_dim)
+    gathered = torch.zeros(n, parts, num_kv_heads, capacity, row, dtype=row_dtype)
     window = {"sink_tokens": 4, "recent_tokens": 64}
     pages = {"num_kv_heads": num_kv_heads, "page_tokens": 256}
     gather_rows(selection, counts, table, positions, heads, out=gathered, **pages, **window)
@@ -267,7 +270,7 @@ def select_all(
             log_counts=log_counts,
             **of_layer,
         )
-    kept = torch.zeros(n, 2, num_kv_heads, 68, row, dtype=row_dtype)
+    kept = torch.zeros(n, parts, num_kv_heads, 68, row, dtype=row_dtype)
     grow_clusters(kept, positions, heads, means, hot_map, **of_layer)
     num_splits = num_gathered_splits(num_kv_heads, capacity, 132)
     alone = {"out": query.float(), "lse": torch.zeros(n, num_qo_heads)}
@@ -275,7 +278,7 @@ def select_all(
     missing = {"missing": MissingRows(hot_map.token_of, 0, table, 256)}
     is_one_program = not latent_dim or group_size <= 32
     sinks = {"sinks": torch.zeros(num_qo_heads)}
-    found = torch.zeros(n, 2, num_kv_heads, 3 * capacity, row, dtype=row_dtype)
+    found = torch.zeros(n, parts, num_kv_heads, 3 * capacity, row, dtype=row_dtype)
     of_missing = (whole | missing, whole | logs | missing) if is_one_program else ()
     for rest in (alone, whole, whole | logs, *of_missing, whole | sinks):
         shape = (n, num_qo_heads, num_splits + ("window" in rest))

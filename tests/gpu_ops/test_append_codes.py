@@ -35,11 +35,12 @@ class Case:
         head_dim: int = 64,
         heads: tuple[int, ...] = (0, 2),
         dtype: torch.dtype = torch.float32,
+        parts: int = 2,
     ) -> None:
         rng = new_rng()
         n, num_heads = len(positions), len(heads)
         self.positions, self.bits, self.heads, self.head_dim = positions, bits, heads, head_dim
-        window = rng.standard_normal((n, 2, NUM_KV_HEADS, SINKS + RECENT, head_dim))
+        window = rng.standard_normal((n, parts, NUM_KV_HEADS, SINKS + RECENT, head_dim))
         self.window = torch.from_numpy(window).to(device=device, dtype=dtype)
         means = rng.standard_normal((n, num_heads, head_dim), dtype="float32")
         self.means = torch.from_numpy(means).to(device)
@@ -118,6 +119,7 @@ def test_rows_of_a_batch(device: str, dtype: torch.dtype) -> None:
 def test_some_heads(device: str) -> None:
     for heads in ((1,), (0, 1, 2)):
         Case(device, [20, 31], head_dim=32, heads=heads).check()
+    Case(device, [20, 31], head_dim=32, parts=1).check()  # a window of keys alone
 
 
 def test_a_key_that_is_the_mean_has_no_scale(device: str) -> None:

@@ -25,13 +25,15 @@ def run(
 ) -> None:
     """Random tokens before the last into random places; what inactive rows have is no token."""
     rng, head_dim = new_rng(), changes.pop("head_dim", 64)
-    host = HostPages(
-        rng, device, dtype, kv_lens, head_dim=head_dim, num_kv_heads=NUM_KV_HEADS, page_tokens=16
-    )
+    sizes = {"head_dim": head_dim, "num_kv_heads": NUM_KV_HEADS, "page_tokens": 16}
+    host, parts = HostPages(rng, device, dtype, kv_lens, **sizes), changes.pop("parts", 2)
+    if parts == 1:
+        keys = [kv[:1] for kv in host.kv]
+        host = HostPages(rng, device, dtype, kv_lens, kv=keys, **sizes)
     n = len(kv_lens)
     hot_counts = torch.tensor([[[m, m + 2] for m in row] for row in num_fetches]).int()
     fetches = torch.full((n, NUM_KV_HEADS, CAPACITY, 2), 2**30, dtype=torch.int32)
-    hot = poisoned(n, 2, len(HEADS), CAPACITY, head_dim, dtype=dtype, device=device)
+    hot = poisoned(n, parts, len(HEADS), CAPACITY, head_dim, dtype=dtype, device=device)
     expected = torch.full(hot.shape, float("nan"), dtype=dtype)
     for row, kv_len in enumerate(kv_lens):
         for head in range(NUM_KV_HEADS if kv_len else 0):
@@ -88,6 +90,14 @@ def run(
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_shapes(device: str, dtype: torch.dtype, head_dim: int) -> None:
     run(device, dtype, [50, 0, 37], [[20, 7, 12], [9, 9, 9], [1, 2, 3]], head_dim=head_dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("clusters", [0, 12])
+def test_keys_alone(device: str, dtype: torch.dtype, clusters: int) -> None:
+    """Of pages; means are of both."""
+    counts = [[20, 7, 12], [9, 9, 9], [1, 2, 3]]
+    run(device, dtype, [50, 0, 37], counts, clusters=clusters, parts=1)
 
 
 @pytest.mark.parametrize("clusters", [1, 12, 64])

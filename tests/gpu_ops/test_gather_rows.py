@@ -75,6 +75,17 @@ def test_shapes(device: str, dtype: torch.dtype, head_dim: int) -> None:
     step.check()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_alone(device: str, dtype: torch.dtype) -> None:
+    kv_lens, sizes = [50, 0, 37], {"num_kv_heads": 3, "head_dim": 64, "page_tokens": 16}
+    step = Step(device, dtype, kv_lens, [[20, 7, 12], [0, 0, 0], [1, 2, 3]])
+    keys = [kv[:1] for kv in step.host.kv]
+    step.host = HostPages(step.rng, device, dtype, kv_lens, kv=keys, **sizes)
+    step.out = step.out[:, :1].contiguous()
+    step.run()
+    step.check()
+
+
 @pytest.mark.parametrize(
     ("middle", "shared"), combinations([0, 1, 7, 8, 9, 19, 20, -1, -7], [True, False])
 )
@@ -181,8 +192,8 @@ def test_wrong_operands() -> None:
         step.run(num_kv_heads=4)
     with pytest.raises(ValueError, match=r"page_tokens must be a power of two .* got 24"):
         step.run(page_tokens=24)
-    step.out = step.out[:, :1]
-    with pytest.raises(ValueError, match=r"out must be \[1, 2, 2, 20, 64\], got \[1, 1, 2, 20"):
+    step.out = step.out[:, :0]
+    with pytest.raises(ValueError, match=r"keys and values, or keys alone, got \[1, 0, 2, 20, 64"):
         step.run()
 
 

@@ -342,6 +342,57 @@ def test_rows_that_are_missing(
         assert torch.equal(held, host.kv[row][:, step.heads[slot], tokens])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("what", ["rows", "missing rows", "means"])
+def test_keys_alone(device: str, dtype: torch.dtype, what: str) -> None:
+    """As with values that are their keys, of which the first elements are wanted."""
+    step, latent_dim, n, clusters = Step(device, dtype, [[33, 7, 40], [9, 9, 0]]), 48, 2, 5
+    of = {"dtype": dtype, "device": device}
+    window = random(step.rng, n, 2, 3, 7, 64, **of)
+    means = random(step.rng, n, 2, 2, clusters, 64, **of)
+    keys = [random(step.rng, 1, 3, 60, 64, dtype=dtype, device="cpu") for _ in range(n)]
+    for x in (window, means, step.gathered):
+        x[:, 1] = x[:, 0]
+    *shape, num_splits = step.options["partial_lse"].shape
+    found = []
+    for parts in (2, 1):
+        pages = [kv.expand(parts, -1, -1, -1) for kv in keys]
+        sizes = {"num_kv_heads": 3, "head_dim": 64, "page_tokens": 16, "kv": pages}
+        host = HostPages(step.rng, device, dtype, [60] * n, **sizes)
+        more: dict[str, Any] = {}
+        if what == "missing rows":
+            token_of = torch.full((n, 2, 40), 2**30, dtype=torch.int32)
+            for row, slot in np.ndindex(n, 2):
+                tokens = step.lists.of_head(row, step.heads[slot])
+                token_of[row, slot, : len(tokens)] = fresh(tokens)
+            more["missing"] = MissingRows(token_of.to(device), 0, host.table, 16)
+        if what == "means":
+            logs = torch.ones(n, 3, clusters, device=device)
+            more |= {"means": means, "log_counts": logs}
+        out = poisoned(*step.query.shape, **of)
+        gathered_attention(
+            step.query,
+            step.gathered[:, :parts].contiguous(),
+            step.lists.counts,
+            step.positions,
+            step.head_indices,
+            latent_dim=latent_dim if parts == 1 else 0,
+            window=window[:, :parts].contiguous(),
+            out=out,
+            **step.options
+            | more
+            | {
+                "partial_out": poisoned(
+                    *shape, num_splits + 1, 64, dtype=torch.float32, device=device
+                ),
+                "partial_lse": poisoned(*shape, num_splits + 1, dtype=torch.float32, device=device),
+            },
+        )
+        found.append(out.view(n, 3, 3, 64)[:, list(step.heads), :, :latent_dim])
+    assert found[0].isfinite().all()
+    assert_close(found[1].flatten(), found[0].double().flatten(), 2 * TOLERANCE[dtype])
+
+
 LARGE = {"capacity": 4096, "num_kv_heads": 8, "group_size": 4, "head_dim": 128}
 
 

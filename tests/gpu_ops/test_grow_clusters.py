@@ -16,12 +16,14 @@ SINKS, RECENT, NUM_KV_HEADS, HEADS, MAX_TOKENS = 2, 5, 3, (2, 0), 40
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("clusters", "head_dim"), [(1, 64), (7, 96), (64, 128)])
-def test_growing(device: str, dtype: torch.dtype, clusters: int, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("clusters", "head_dim", "parts"), [(1, 64, 2), (7, 96, 2), (64, 128, 2), (7, 96, 1)]
+)
+def test_growing(device: str, dtype: torch.dtype, clusters: int, head_dim: int, parts: int) -> None:
     """Rows that are active or not, too short, without clusters, and that take a step again."""
     rng, positions = new_rng(), [20, -1, SINKS + RECENT - 2, 30, 25]
     n, tensors = len(positions), {"dtype": dtype, "device": device}
-    window = random(rng, n, 2, NUM_KV_HEADS, SINKS + RECENT, head_dim, **tensors)
+    window = random(rng, n, parts, NUM_KV_HEADS, SINKS + RECENT, head_dim, **tensors)
     means = random(rng, n, 2, len(HEADS), clusters, head_dim, **tensors)
     sizes = {"max_tokens": MAX_TOKENS, "capacity": 8, "clusters": clusters}
     hot_map = HotMap(**allocate(HotMap.layout(n, 3, **sizes), torch.device(device)))
@@ -49,7 +51,8 @@ def test_growing(device: str, dtype: torch.dtype, clusters: int, head_dim: int) 
         if token < SINKS or row == 3 or (row, i) == (4, 1):
             continue
         place = SINKS + (token - SINKS) % RECENT
-        key, value = window[row, :, HEADS[i], place].double().cpu().numpy()
+        kv = window[row, :, HEADS[i], place].double().cpu().numpy()
+        key, value = kv[0], kv[-1]  # keys alone are the values
         exists = counts[row, 1 + i].numpy() > 0
         norms = np.linalg.norm(before[row, 0, i], axis=-1)
         best = int(np.where(exists, before[row, 0, i] @ key / norms, -np.inf).argmax())

@@ -14,6 +14,7 @@ from cases.operands import DTYPES, TOLERANCE, Pages, assert_close, attention, po
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
+from gpu_ops.checks import num_parts
 from gpu_ops.paged_attention import num_kv_splits, num_retrieval_splits, retrieval_attention
 from gpu_ops.top_k_candidates import TopKBuffers, TopKLaunch
 from gpu_ops.top_k_tokens import top_k_tokens
@@ -40,14 +41,12 @@ def check(
     rng, some = new_rng(), heads is not None
     chosen = list(range(num_kv_heads) if heads is None else heads)
     n, num_qo_heads, sm_scale = len(kv_lens), num_kv_heads * group_size, head_dim**-0.5
+    parts = num_parts(latent_dim)
     query = random(rng, n, num_qo_heads * head_dim, dtype=dtype, device=device, scale=2.0)
     kv = [
-        random(rng, 2, len(chosen), m, head_dim, dtype=dtype, device=device) if m else None
+        random(rng, parts, len(chosen), m, head_dim, dtype=dtype, device=device) if m else None
         for m in kv_lens
     ]
-    for x in kv if latent_dim else ():
-        if x is not None:
-            x[1] = torch.nan  # nobody reads values
     pages = Pages(rng, kv, page_tokens)
     float32 = {"dtype": torch.float32, "device": device}
     out_dtype = torch.float32 if some else dtype
@@ -89,7 +88,7 @@ def check(
             assert not some or (of_lse[row, chosen] == float("-inf")).all()
             continue
         q = query[row].view(num_kv_heads, -1)[chosen].flatten()
-        values = x[0, ..., :latent_dim] if latent_dim else x[1]
+        values = x[-1, ..., : latent_dim or head_dim]
         expected, expected_lse = attention(q, x[0], values, sm_scale, of_chosen, softcap)
         assert_close(of_out[row, chosen].flatten(), expected, tolerance)
         if not some:

@@ -148,9 +148,11 @@ class RowPages:
         table: int64 [n, max_pages] of their addresses, on the step's device.
     """
 
-    def __init__(self, step: Step, max_pages: int, num_heads: int, device: str) -> None:
+    def __init__(
+        self, step: Step, max_pages: int, num_heads: int, device: str, parts: int = 2
+    ) -> None:
         n = len(step.positions)
-        shape = (n, max_pages, 2, num_heads, PAGE_TOKENS, step.head_dim)
+        shape = (n, max_pages, parts, num_heads, PAGE_TOKENS, step.head_dim)
         self.step = step
         self.pages = poisoned(*shape, dtype=step.dtype, device=device)
         if device != step.device:
@@ -167,7 +169,8 @@ class RowPages:
         expected = torch.full(self.pages.shape, float("nan"), dtype=self.step.dtype)
         for row in self.step.active:
             page, slot = divmod(int(self.step.positions[row]), PAGE_TOKENS)
-            expected[row, self.order[page], :, :, slot] = self.step.host_kv[row][:, heads]
+            rows = self.step.host_kv[row, : self.pages.shape[2], heads]
+            expected[row, self.order[page], :, :, slot] = rows
         assert torch.equal(self.pages.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
 
 
@@ -204,6 +207,41 @@ def test_pages(
     step.publish(page_tokens=PAGE_TOKENS, **options)
     for pages, of_heads in written:
         pages.check(of_heads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("held", [[0, 1], [1]])
+def test_keys_alone(device: str, dtype: torch.dtype, held: list[int]) -> None:
+    """In the window, in pages and on the host; values are written nowhere."""
+    positions = [0, PAGE_TOKENS, -1, 3 * PAGE_TOKENS + 5]
+    step = Step(device, dtype, positions)
+    window = poisoned(len(positions), 1, 2, 4 + 8, 64, dtype=dtype, device=device)
+    host, resident = RowPages(step, 6, 2, "cpu", 1), RowPages(step, 4, len(held), step.device, 1)
+    some: dict[str, Any] = {}
+    if len(held) < 2:
+        slots = torch.tensor([-1, 0], dtype=torch.int32, device=device)
+        some = {"page_slots": slots, "num_page_heads": 1}
+    step.publish(
+        window=window,
+        sink_tokens=4,
+        page_table=resident.table,
+        host_pages=host.table,
+        page_tokens=PAGE_TOKENS,
+        keys_only=True,
+        **some,
+    )
+    query, kv = step.expected()
+    assert_close(step.query[step.active], query[step.active], TOLERANCE[dtype])
+    assert_close(step.host_kv[step.active, 0], kv[step.active, 0], TOLERANCE[dtype])
+    assert step.host_kv[:, 1].isnan().all()
+    host.check([0, 1])
+    resident.check(held)
+    expected = torch.full(window.shape, float("nan"), dtype=dtype)
+    for row in step.active:
+        position = positions[row]
+        index = position if position < 4 else 4 + (position - 4) % 8
+        expected[row, 0, :, index] = step.host_kv[row, 0]
+    assert torch.equal(window.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
 
 
 def test_host_pages_without_a_mailbox(device: str) -> None:

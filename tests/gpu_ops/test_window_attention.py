@@ -8,6 +8,7 @@ from cases.operands import DTYPES, TOLERANCE, assert_close, attention, poisoned,
 from cases.seeded import new_rng
 from cases.slowly import combinations
 
+from gpu_ops.checks import num_parts
 from gpu_ops.online_softmax import tile_tokens
 from gpu_ops.window_attention import window_attention
 
@@ -23,6 +24,7 @@ def check(
     sink_tokens: int,
     recent_tokens: int,
     softcap: float = 0.0,
+    latent_dim: int = 0,
 ) -> None:
     """Fill each row's window token by token, as rope_publish does, and compare."""
     rng = new_rng()
@@ -30,7 +32,8 @@ def check(
     sm_scale = head_dim**-0.5
     num_qo_heads = num_kv_heads * group_size
     query = random(rng, n, num_qo_heads * head_dim, dtype=dtype, device=device, scale=2.0)
-    window = poisoned(n, 2, num_kv_heads, tokens, head_dim, dtype=dtype, device=device)
+    parts = num_parts(latent_dim)
+    window = poisoned(n, parts, num_kv_heads, tokens, head_dim, dtype=dtype, device=device)
     out = poisoned(n, num_qo_heads * head_dim, dtype=torch.float32, device=device)
     lse = poisoned(n, num_qo_heads, dtype=torch.float32, device=device)
     expected_out, expected_lse = out.double().zero_(), lse.double().fill_(float("-inf"))
@@ -38,15 +41,18 @@ def check(
         kv_len = position + 1
         if not kv_len:
             continue
-        kv = random(rng, 2, num_kv_heads, kv_len, head_dim, dtype=dtype, device=device)
+        kv = random(rng, parts, num_kv_heads, kv_len, head_dim, dtype=dtype, device=device)
         sinks = list(range(min(sink_tokens, kv_len)))
         recent = list(range(max(sink_tokens, kv_len - recent_tokens), kv_len))
         for p in sinks + recent:
             index = p if p < sink_tokens else sink_tokens + (p - sink_tokens) % recent_tokens
             window[row, :, :, index] = kv[:, :, p]
-        keys, values = kv[:, :, sinks + recent]
-        of_row = attention(query[row], keys, values, sm_scale, softcap=softcap)
-        expected_out[row], expected_lse[row] = of_row
+        kv = kv[:, :, sinks + recent]
+        values = kv[-1, ..., : latent_dim or head_dim]
+        o, expected_lse[row] = attention(query[row], kv[0], values, sm_scale, softcap=softcap)
+        expected_out[row].view(num_qo_heads, -1)[:, : latent_dim or head_dim] = o.view(
+            num_qo_heads, -1
+        )
 
     window_attention(
         query,
@@ -56,7 +62,12 @@ def check(
         out=out,
         lse=lse,
         softcap=softcap,
+        latent_dim=latent_dim,
     )
+    if latent_dim:  # nobody reads the rest
+        out, expected_out = (
+            x.view(n, num_qo_heads, -1)[..., :latent_dim] for x in (out, expected_out)
+        )
     # Weights are rounded to the dtype before they meet the values, as everywhere on GPUs.
     assert_close(out, expected_out, TOLERANCE[dtype])
     inactive = torch.tensor(positions) < 0
@@ -85,6 +96,18 @@ def test_shapes(device: str, dtype: torch.dtype, head_dim: int, group_size: int)
 def test_soft_caps(device: str, dtype: torch.dtype, softcap: float) -> None:
     sizes = {"head_dim": 96, "group_size": 3, "sink_tokens": 4, "recent_tokens": 64}
     check(device, dtype, [0, -1, 40, 200], **sizes, softcap=softcap)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "latent_dim", "group_size"),
+    combinations(DTYPES, [(576, 512, 20), (48, 32, 3), (320, 256, 4)]),
+)
+def test_keys_alone(
+    device: str, dtype: torch.dtype, head_dim: int, latent_dim: int, group_size: int
+) -> None:
+    """Values are their first elements."""
+    sizes = {"head_dim": head_dim, "latent_dim": latent_dim, "group_size": group_size}
+    check(device, dtype, [0, -1, 40, 200], sink_tokens=4, recent_tokens=64, **sizes)
 
 
 @pytest.mark.parametrize("sink_tokens", [0, 4, 16])

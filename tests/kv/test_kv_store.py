@@ -155,6 +155,31 @@ class TestAppendAndGather:
         with pytest.raises(ValueError, match=r"out must be .* \[2, 6, 8\], got .* \[2, 8, 8\]"):
             store.gather(seq, 0, out=(rows[0], rows[1]))
 
+    @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+    def test_keys_alone(self, kv_dtype):
+        """Half of the bytes; values are their keys, also in a fork with tokens of its own."""
+        options = {"kv_dtype": kv_dtype, "head_dim": 16}
+        store, pairs = make_store(**options, keys_only=True), make_store(**options)
+        assert 2 * store.page_bytes == pairs.page_bytes
+        assert 2 * store.token_bytes == pairs.token_bytes
+        seq, expected = store.new_sequence(), pairs.new_sequence()
+        for length in (6, 5):
+            keys = random_rows(length, store)
+            for each, name, values in ((store, seq, keys * torch.nan), (pairs, expected, keys)):
+                each.reserve([name], [length])
+                for layer_idx in range(LAYERS):
+                    each.append(name, layer_idx, (1 + layer_idx) * keys, (1 + layer_idx) * values)
+                each.commit([name], [length])
+            seq, before = store.fork(seq), seq
+        assert_same(read_tokens(store, seq), read_tokens(pairs, expected))
+        assert_same(read_tokens(store, before, 6), read_tokens(pairs, expected, 6))
+        kept = store.gather(seq, 1, 3, 9, kept=True)
+        assert torch.equal(kept[0], pairs.gather(expected, 1, 3, 9, kept=True)[0])
+        out = torch.empty(2, HEADS, 6, kept[0].shape[2], dtype=kept[0].dtype)
+        store.gather(seq, 1, 3, 9, out=(out[0], out[1]), kept=True)
+        assert torch.equal(out[0], kept[0])
+        assert torch.equal(out[1], kept[1])
+
     def test_reserved_rows_can_be_gathered_before_the_commit(self):
         store = make_store()
         seq = store.new_sequence()

@@ -106,8 +106,8 @@ def test_tokens_are_those_of_the_stock_model(
                 assert tokens(model, IDS[row], MASK[row]) == of_rows, (policy.name, slices)
             assert model.offload_stats().prefill_tokens == 180
             on_host = policy.selects or not stays or model._offload.steps is not None
-            if model_type in LATENTS:  # of 32 + 8 elements, and not 4 heads of 24
-                assert model.kv_store.token_bytes == len(model._offload.hosted.specs) * 2 * 48 * 4
+            if model_type in LATENTS:  # of 32 + 8 elements, not 4 heads of 24, twice
+                assert model.kv_store.token_bytes == len(model._offload.hosted.specs) * 48 * 4
             assert (model.offload_stats().kv_host_bytes > 0) == on_host
             assert model.kv_store.num_sequences == 0
             monkeypatch.undo()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cpu_ops.mailbox import Mailbox
+from gpu_ops.checks import num_parts
 from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import gathered_attention, num_gathered_splits
 from gpu_ops.launch import _num_multiprocessors
@@ -125,7 +126,7 @@ class DeviceHeads:
         ]
         partial = num_rows * shape.group_size * max(partials, default=0)
         scores = num_rows * published * shape.group_size * scored
-        row = 2 * gathered * chosen * kv_format.row_items(shape.head_dim)
+        row = kv_format.num_parts * gathered * chosen * kv_format.row_items(shape.head_dim)
         head_lists = _head_lists(layers, shape.num_kv_heads)
         num_listed = sum(len(heads) for of in head_lists for heads in of.values())
         return {
@@ -295,7 +296,8 @@ class DeviceHeads:
 
     def _rows_of(self, layer_idx: int, rows: slice) -> Tensor:
         num_heads = len(self.layers[layer_idx].gathered)
-        shape = (rows.stop - rows.start, 2, num_heads, self._chosen_tokens, self._row_items)
+        parts = num_parts(self._shape.latent_dim)
+        shape = (rows.stop - rows.start, parts, num_heads, self._chosen_tokens, self._row_items)
         return _part_of(self._rows[self._side[layer_idx]], rows, self._num_rows, shape)
 
 

@@ -167,7 +167,7 @@ class HotRows:
             }
             | {
                 f"{name} {i}": (
-                    (num_slots, 2, n, num_rows, row.row_items(shape.head_dim)),
+                    (num_slots, row.num_parts, n, num_rows, row.row_items(shape.head_dim)),
                     row.page_dtype,
                 )
                 for name, num_rows, row in (

@@ -13,10 +13,11 @@ Where heads are placed elsewhere, or rows are added, what is still true goes ove
 The host store has all of it too, so that binding is only copying, and forks, truncation and beams
 need no GPU code: a slot that no longer tells the truth is bound again.
 
-Window layout: [num_slots, 2, num_kv_heads, sink_tokens + recent_tokens, row]; token p is at p
+Window layout: [num_slots, K|V, num_kv_heads, sink_tokens + recent_tokens, row]; token p is at p
 if p < sink_tokens, else at sink_tokens + (p - sink_tokens) % recent_tokens. Pages are laid out
 [K|V][resident heads][page_tokens][row] and are found through a table of addresses int64
-[num_slots, max_pages]. Rows are as the host's pages have them (`KVFormat`), int8 or not.
+[num_slots, max_pages]. Rows are as the host's pages have them (`KVFormat`), int8 or not; where
+these have keys alone, so have windows and pages.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class ResidentKV:
         row_items = store.format.row_items(store.head_dim)
         self._pages = {
             count: DevicePages(
-                page_shape(count, store.page_tokens, row_items),
+                page_shape(count, store.page_tokens, row_items, store.format.num_parts),
                 page_dtype,
                 device,
                 self.budget,
@@ -154,6 +155,7 @@ class ResidentKV:
             window_tokens=sink_tokens + recent_tokens,
             max_pages=-(-max_context // store.page_tokens),
             dtype=page_dtype,
+            num_parts=store.format.num_parts,
         )
 
         def of_layers(name: str) -> list[Tensor]:
@@ -187,14 +189,15 @@ class ResidentKV:
         window_tokens: int,
         max_pages: int,
         dtype: torch.dtype,
+        num_parts: int = 2,
     ) -> Layout:
         """Layout of all layers' windows, and tables of GPU pages and of the host's. What pages
         take is in `resident_pages`.
 
         Args:
-            row_items, dtype: of rows (`KVFormat`).
+            row_items, dtype, num_parts: of rows and pages (`KVFormat`).
         """
-        window = (num_slots, 2, num_kv_heads, window_tokens, row_items)
+        window = (num_slots, num_parts, num_kv_heads, window_tokens, row_items)
         table = (num_slots, max_pages)
         return {
             "windows": ((sum(layer.has_window for layer in layers), *window), dtype),
@@ -212,7 +215,7 @@ class ResidentKV:
         return held + self.budget.reserved_bytes
 
     def page(self, layer_idx: int, address: int) -> Tensor:
-        """A page of a layer: [2, resident heads, page_tokens, row]."""
+        """A page of a layer: [K|V, resident heads, page_tokens, row]."""
         return self._pages[len(self.resident_heads[layer_idx])].page(address)
 
     def bind(self, seqs: Sequence[int]) -> list[int]:
@@ -515,14 +518,14 @@ class ResidentKV:
             window = self.windows[layer_idx]
             if num_known < sinks:
                 of_sinks = self._store.gather(seq, layer_idx, 0, sinks, kept=True)
-                for side, rows in enumerate(of_sinks):
-                    window[index, side, :, :sinks] = rows.to(window.device)
+                for part, rows in zip(window[index], of_sinks, strict=False):
+                    part[:, :sinks] = rows.to(window.device)
             if first < kv_len:
                 positions = torch.arange(first, kv_len) - self.sink_tokens
                 places = (self.sink_tokens + positions % self.recent_tokens).to(window.device)
                 recent = self._store.gather(seq, layer_idx, first, kv_len, kept=True)
-                for side, rows in enumerate(recent):
-                    window[index, side][:, places] = rows.to(window.device)
+                for part, rows in zip(window[index], recent, strict=False):
+                    part[:, places] = rows.to(window.device)
         for layer_idx in resident:
             addresses = self._addresses[index][layer_idx]
             if self._layers[layer_idx].window:
@@ -536,7 +539,8 @@ class ResidentKV:
         """The last tokens of a layer with a window, in the order of their places."""
         window, page_tokens = self._layers[layer_idx].window, self._store.page_tokens
         first = max(0, kv_len - window)
-        rows = torch.stack(self._store.gather(seq, layer_idx, first, kv_len, kept=True))
+        parts = self._store.gather(seq, layer_idx, first, kv_len, kept=True)
+        rows = torch.stack(parts[: self._store.format.num_parts])
         rows = rows.roll(first % window, 2)  # first = 0 until there are as many as places
         for address, part in zip(addresses, torch.split(rows, page_tokens, 2), strict=False):
             self.page(layer_idx, address)[:, :, : part.shape[2]].copy_(part)
@@ -557,8 +561,8 @@ class ResidentKV:
                     continue
                 for page, host_page in zip(run, on_host, strict=True):
                     for place, head in enumerate(heads):  # of each side, as a whole is one piece
-                        for side in range(2):
-                            page[side, place].copy_(host_page[side, head], non_blocking=True)
+                        for side, of_side in enumerate(page):
+                            of_side[place].copy_(host_page[side, head], non_blocking=True)
 
 
 def addressed_layers(layers: Sequence[LayerHeads]) -> list[int]:
@@ -583,6 +587,7 @@ def resident_pages(
     page_tokens: int,
     row_items: int,
     dtype: torch.dtype,
+    num_parts: int = 2,
 ) -> Layout:
     """Slabs of what `ResidentKV` holds of so many sequences of `kv_len` tokens, of rows as
     `KVFormat` has them; layers of equally many heads share slabs.
@@ -593,7 +598,7 @@ def resident_pages(
             counts[len(layer.resident)] += num_sequences * layer.num_pages(kv_len, page_tokens)
     return {
         f"pages of {num_heads} heads": (
-            (whole_slabs(num_pages), *page_shape(num_heads, page_tokens, row_items)),
+            (whole_slabs(num_pages), *page_shape(num_heads, page_tokens, row_items, num_parts)),
             dtype,
         )
         for num_heads, num_pages in counts.items()

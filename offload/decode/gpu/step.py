@@ -233,6 +233,7 @@ class DeviceStep:
             num_page_heads=len(placed.resident),
             ring_tokens=placed.window,
             row_dtype=self.resident.row_dtype,
+            keys_only=self.store.format.keys_only,
         )
         self._mark("linear", layer_idx)
         lists = self.lists if placed.coded else None

@@ -363,6 +363,13 @@ def test_rounding_is_what_the_model_makes_of_it(
 ) -> None:
     """By as much as two of transformers' attention functions differ ours may, but not by any."""
     tiny_model_of("glm4_moe_lite", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    logits = generic_loading._logits
+
+    def rounded(stock: Any, *args: Any) -> torch.Tensor:
+        found, by_eager = logits(stock, *args), stock.config._attn_implementation == "eager"
+        return found + 0.2 * found.std() * by_eager
+
+    monkeypatch.setattr(generic_loading, "_logits", rounded)
     monkeypatch.setattr(generic_loading, "_MOST_ROUNDED_DIFFERENCE", 1e-6)
     assert load(tmp_path, "cpu", dtype="bfloat16")._offload.steps.has_modules
     monkeypatch.setattr(generic_loading, "_MOST_OF_ANY", 1e-6)

@@ -209,9 +209,17 @@ def weigh_codes(
     decay = tl.exp2(row_max - new_max)
     out = ()
     for i in tl.static_range(len(acc)):
-        scaled = (weights * scales[i].to(tl.float32)[None, :]).to(dtype)
         of_group, numbers = acc[i] * decay[:, None], code_numbers(codes[i], dtype, PACKED)
-        out += (tl.dot(scaled, numbers, of_group, input_precision="ieee"),)  # type: ignore[assignment]
+        scale = scales[i].to(tl.float32)
+        if dtype == tl.float16:  # a small weight times a small scale would be 0: shares of scales
+            most = tl.max(scale, 0)
+            scale *= tl.where(most > 0.0, 1.0 / most, 0.0)
+            scaled = (weights * scale[None, :]).to(dtype)
+            of_group += tl.dot(scaled, numbers, input_precision="ieee") * most
+        else:
+            scaled = (weights * scale[None, :]).to(dtype)
+            of_group = tl.dot(scaled, numbers, of_group, input_precision="ieee")
+        out += (of_group,)  # type: ignore[assignment]
     return new_max, row_sum * decay + tl.sum(weights, 1), out
 
 

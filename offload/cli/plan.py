@@ -157,6 +157,11 @@ def plan(
     device, threads, profile = machine.device, machine.threads, machine.profile
     if machine.remeasure and profile is not None:
         raise typer.BadParameter("a given profile is not measured", param_hint="--remeasure")
+    if hot_experts and host_experts == "0":
+        raise typer.BadParameter(
+            f"{hot_experts} of layers on the host, but there are none: give --host-experts",
+            param_hint="--hot-experts",
+        )
     budgets = memory_budgets(max_memory or []) or {}
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
         needs_lean = {

@@ -119,11 +119,11 @@ def left_out_bytes(
     sizes: Sequence[int], config: RuntimeConfig, num_experts: int
 ) -> tuple[int, int]:
     """Of these sizes of layers' experts, bytes that stay on the host, and those of them of which a
-    GPU has copies."""
+    GPU has copies; num_experts: of a layer, 0 where none has some."""
     if config.device == "cpu" or not isinstance(config.host_experts, int):
         return 0, 0
     stays = sum(sizes[: config.host_experts])
-    return stays, stays * (config.hot_experts or 0) // num_experts
+    return stays, stays * (config.hot_experts or 0) // max(1, num_experts)
 
 
 def copied_bytes(stock: Any, config: RuntimeConfig) -> int:

@@ -188,6 +188,7 @@ def test_a_machine_that_is_not_there_yet(
         (["--policy", "qest"], 2, "unknown policy 'qest'"),
         (["--option", "budget=3"], 1, "has no option 'budget'"),
         (["--remeasure"], 2, "a given profile is not measured"),
+        (["--hot-experts", "4"], 2, "there are none: give --host-experts"),
         (["--placement", "nowhere.json"], 1, "no placement file nowhere.json"),
         (["--placement", "/"], 1, "placement file / is a folder; give a file"),
     ],

@@ -267,3 +267,34 @@ def test_rows_are_made_as_on_the_cpu(device: str, dtype: torch.dtype, head_dim: 
     made = torch.empty(n, 2, KV_HEADS, row, dtype=torch.int8, device=device)
     write_int8(host_kv, made)  # as prefill does
     assert torch.equal(made.cpu()[:5], expected[:5])
+
+
+def test_small_weights_of_small_values(device: str) -> None:
+    """The first of many tokens has most of the weight, and zeros: float16 has no products of the
+    others' weights, 2e-5, and scales of their values, but what they are together."""
+    n, head_dim, kv_len = 1, 64, 300
+    step = Step(device, torch.float16, head_dim)
+    query = torch.full((n, HEADS * head_dim), 1.0, dtype=torch.float16, device=device)
+    kv = step.random(2, KV_HEADS, kv_len, head_dim, scale=0.02).abs()
+    kv[0], kv[:, :, 0] = 0.0, 0.0
+    kv[0, :, 0] = 11.0 / head_dim / step.sm_scale
+    rows = as_rows(kv, torch.int8)
+    pages = Pages(step.rng, [rows], PAGE_TOKENS)
+    out = poisoned(*query.shape, dtype=torch.float16, device=device)
+    with quiet_numpy():
+        retrieval_attention(
+            query,
+            pages.table,
+            torch.tensor([kv_len - 1], device=device),
+            None,
+            group_size=GROUP_SIZE,
+            page_tokens=PAGE_TOKENS,
+            sm_scale=step.sm_scale,
+            partial_out=step.scratch(n, HEADS, SPLITS, head_dim),
+            partial_lse=step.scratch(n, HEADS, SPLITS),
+            out=out,
+            page_dtype=torch.int8,
+        )
+    keys, values = as_numbers(rows, head_dim).half()
+    expected, _ = attention(query[0], keys, values, step.sm_scale)
+    assert_close(out[0], expected, 0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from cases.slowly import slow_but
 from cases.tiny_models import random_tokens
 from cases.top_k_reference import TOP_K
 
+from gpu_ops.routed_linear import GpuExperts
 from offload import OffloadedModel
 from offload.decode.gpu import hot_experts
 from offload.decode.gpu.hot_experts import HotExperts
@@ -23,7 +25,7 @@ from offload.models.routed_mlp import RoutedMlp
 from offload.policies import Policy
 from offload.policies.full import Full
 from offload.runtime.config import runtime_config
-from offload.runtime.host_experts import with_host_experts
+from offload.runtime.host_experts import left_out_bytes, with_host_experts
 
 NUM_NEW, STEPS = 32, hot_experts._STEPS
 RNG = torch.Generator().manual_seed(1)
@@ -141,6 +143,29 @@ def test_those_used_most_get_slots(tiny_folders: dict[str, Path]) -> None:
     assert (hot._slots == before).all()
 
 
+@torch.inference_mode()
+def test_an_interrupt_leaves_each_expert_in_its_slot(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, options = ("cpu", "inline"), {"host_experts": 2, "hot_experts": 2}
+    hot = hot_experts_of(load(tiny_folders["qwen3_moe"], Full(), where, **options))
+    hot.use.copy_(torch.arange(2 * hot.num_experts).view(2, -1) * 10.0)
+    hot.num_steps, put = STEPS, GpuExperts.put
+
+    def interrupted(*args: Any) -> None:
+        put(*args)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(GpuExperts, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hot.follow_use()
+    for mlp, routed, of in zip(hot._mlps, hot._routed, hot._slot_of.tolist(), strict=True):
+        for copies, matrices in zip((mlp.up, mlp.down), routed.matrices(), strict=True):
+            for expert, slot in enumerate(of):
+                if slot >= 0:
+                    assert torch.equal(copies._dense[slot], matrices._dense[expert])
+
+
 @pytest.mark.parametrize("weights", ["q8", "q4"])
 @pytest.mark.parametrize("backend", [INLINE, FLAGS, STREAM, GRAPH])
 @pytest.mark.parametrize("count", [0, 2])
@@ -206,6 +231,9 @@ def test_auto_is_as_many_as_have_to_go(tiny_folders: dict[str, Path]) -> None:
     config = runtime_config(host_experts="auto")
     for name in ("qwen3_moe", "llama"):  # everything is on the CPU
         assert with_host_experts(check_checkpoint(tiny_folders[name]), config).host_experts == 0
+    config = runtime_config()  # what it becomes for a hybrid without experts, as of a GPU
+    object.__setattr__(config, "device", "cuda")
+    assert left_out_bytes([], config, 0) == (0, 0)
 
 
 @pytest.mark.parametrize(

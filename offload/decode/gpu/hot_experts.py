@@ -19,6 +19,7 @@ from torch import Tensor
 from gpu_ops.routed_linear import run_experts, split_experts
 from offload.models.routed_mlp import RoutedMlp
 from offload.system.errors import DeviceMemoryError
+from offload.system.interrupts import shielded
 
 _STEPS = 16  # at least, from one look at the use to the next: steps in turn are not interrupted
 _KEPT = 0.9  # of the use so far, at each look: half of it counts after about 100 steps
@@ -102,18 +103,24 @@ class HotExperts:
         self.num_steps = 0
         swaps = self._wanted_swaps(self.use.cpu().numpy())
         self.use *= _KEPT
-        left_bytes = _MOST_BYTES
-        for row, newcomer, leaver in swaps:
-            slots, mlp = self._slots[row], self._mlps[row]
-            slot = slots[newcomer] = slots[leaver]
-            slots[leaver] = -1
-            for to, source in zip((mlp.up, mlp.down), self._routed[row].matrices(), strict=True):
-                to.put(int(slot), source, newcomer)
-                left_bytes -= to.num_bytes // self.num_slots
-            if left_bytes <= 0:
-                break
-        if swaps:
-            self._slot_of.copy_(torch.from_numpy(self._slots))
+        with shielded():  # or ctrl-C might leave an expert in the slot of another
+            left_bytes = _MOST_BYTES
+            for row, newcomer, leaver in swaps:
+                left_bytes -= self._swap(row, newcomer, leaver)
+                if left_bytes <= 0:
+                    break
+            if swaps:
+                self._slot_of.copy_(torch.from_numpy(self._slots))
+
+    def _swap(self, row: int, newcomer: int, leaver: int) -> int:
+        """Bytes that were copied."""
+        slots, mlp, num_bytes = self._slots[row], self._mlps[row], 0
+        slot = slots[newcomer] = slots[leaver]
+        slots[leaver] = -1
+        for to, source in zip((mlp.up, mlp.down), self._routed[row].matrices(), strict=True):
+            to.put(int(slot), source, newcomer)
+            num_bytes += to.num_bytes // self.num_slots
+        return num_bytes
 
     @property
     def per_token(self) -> int:

@@ -72,8 +72,9 @@ class Tiles:
                 dims, rest_dims = dims // 2, rest
         value_dims = next_power_of_2(latent_dim or head_dim)
         tokens = tile_tokens(dims, itemsize, rows)
-        if latent_dim and value_dims == dims:  # there are no tiles of values
-            tokens = tile_tokens(dims // 2, itemsize, rows)
+        # There are no tiles of values; int8 rows would not fit registers.
+        if latent_dim and value_dims == dims and rows != torch.int8:
+            tokens = tile_tokens(dims // 2, itemsize)
         num_groups = -(-group_size // group)
         return cls(group, num_groups, tokens, dims, rest_dims, value_dims, num_warps)
 
@@ -366,7 +367,7 @@ def with_sink(total: tl.tensor, largest: tl.tensor, sinks: tl.tensor, head: tl.t
 def tile_tokens(head_dim: int, itemsize: int, rows: torch.dtype | None = None) -> int:
     """BLOCK_T: keys of a tile, of `itemsize` bytes an element, or of int8 `rows`."""
     if rows == torch.int8:
-        itemsize = 4 if head_dim > _WIDE_HEAD_DIM else 2  # they pass through registers
+        itemsize = 4 if head_dim > _WIDE_HEAD_DIM else itemsize  # they pass through registers
     return max(16, min(128, _TILE_BYTES // (next_power_of_2(head_dim) * itemsize)))
 
 

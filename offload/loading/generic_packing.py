@@ -231,8 +231,8 @@ def hot_experts_beside(
 
 
 def check_hot_experts(asked: int | None, num_experts: int) -> None:
-    """ValueError for more than a layer has."""
-    if (asked or 0) > num_experts:
+    """ValueError for more than a layer has; any number is fine where none has some."""
+    if 0 < num_experts < (asked or 0):
         raise ValueError(
             f"hot_experts={asked}, but a layer has {num_experts} experts; give at most as many"
         )

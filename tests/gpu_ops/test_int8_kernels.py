@@ -23,6 +23,7 @@ from cases.seeded import new_rng
 from gpu_ops.fetch_rows import fetch_rows
 from gpu_ops.gather_rows import gather_rows
 from gpu_ops.gathered_attention import MissingRows, gathered_attention
+from gpu_ops.online_softmax import Tiles
 from gpu_ops.paged_attention import retrieval_attention
 from gpu_ops.rope_publish import rope_publish
 from gpu_ops.row_format import as_numbers, as_rows, row_items, write_int8
@@ -298,3 +299,10 @@ def test_small_weights_of_small_values(device: str) -> None:
     keys, values = as_numbers(rows, head_dim).half()
     expected, _ = attention(query[0], keys, values, step.sm_scale)
     assert_close(out[0], expected, 0.01)
+
+
+def test_tiles_of_rows_that_are_converted() -> None:
+    """Twice as many tokens would spill registers: float32 in all kernels, and latents."""
+    assert Tiles.of(128, 4, 2, torch.int8).tokens == Tiles.of(128, 4, 2).tokens == 64
+    assert Tiles.of(128, 4, 4, torch.int8).tokens == Tiles.of(128, 4, 4).tokens == 32
+    assert Tiles.of(576, 20, 2, torch.int8, 512).tokens == 16

@@ -228,7 +228,7 @@ def test_what_cannot_be_is_refused(
 
 def test_auto_is_as_many_as_have_to_go(tiny_folders: dict[str, Path]) -> None:
     assert [experts_beyond([5, 5, 5], 20, limit) for limit in (20, 19, 12, 5, 1)] == [0, 1, 2, 3, 3]
-    config = runtime_config(host_experts="auto")
+    config = runtime_config(host_experts="auto", hot_experts=2)
     for name in ("qwen3_moe", "llama"):  # everything is on the CPU
         assert with_host_experts(check_checkpoint(tiny_folders[name]), config).host_experts == 0
     config = runtime_config()  # what it becomes for a hybrid without experts, as of a GPU

@@ -339,7 +339,7 @@ def _generic_plan(
     import torch
 
     from offload.loading.planned_model import planned_skeleton
-    from offload.models.base import stock_context_limit
+    from offload.models.base import ALIBI_POSITIONS, stock_context_limit
     from offload.planning.profile import MachineProfile, cached_profile
     from offload.runtime.config import RuntimeConfig, checked_device
     from offload.runtime.generic_plan import GenericPlan
@@ -375,7 +375,7 @@ def _generic_plan(
             f"{', '.join(sorted(map(repr, known)))}"
         )
     most, _ = stock_context_limit(empty.config)
-    if context is None and most == sys.maxsize:
+    if context is None and most in (ALIBI_POSITIONS, sys.maxsize):
         raise ValueError(f"{model} has no number of positions; give --context")
     if profile is None:
         threads = worker_threads(machine.threads, with_gpu=device != "cpu")

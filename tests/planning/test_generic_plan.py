@@ -164,3 +164,10 @@ def test_a_config_alone_will_do(folders: dict[str, str], tmp_path: Path) -> None
     named = tiny_model_of("granitemoe_swa").named_parameters()
     experts = sum(x.nbytes for name, x in named if ".experts." in name and x.dim() == 3)
     assert sizes[0] - experts < sizes[1] < sizes[0] - 0.8 * experts
+
+
+def test_memory_alone_bounds_a_context_with_alibi(tmp_path: Path) -> None:
+    """Whose positions are counted, but to a number that nobody wants to plan for."""
+    tiny_model_of("bloom").config.save_pretrained(tmp_path)
+    assert "has no number of positions; give --context" in refusal(str(tmp_path))
+    assert planned(str(tmp_path), "--context", "4000")["context"] == 4000

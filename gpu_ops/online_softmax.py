@@ -367,7 +367,7 @@ def with_sink(total: tl.tensor, largest: tl.tensor, sinks: tl.tensor, head: tl.t
 def tile_tokens(head_dim: int, itemsize: int, rows: torch.dtype | None = None) -> int:
     """BLOCK_T: keys of a tile, of `itemsize` bytes an element, or of int8 `rows`."""
     if rows == torch.int8:
-        itemsize = 4 if head_dim > _WIDE_HEAD_DIM else itemsize  # they pass through registers
+        itemsize = 4  # they pass through registers, as float32
     return max(16, min(128, _TILE_BYTES // (next_power_of_2(head_dim) * itemsize)))
 
 

@@ -44,6 +44,7 @@ from gpu_ops.online_softmax import (
     score_codes,
     score_tile,
     split_length,
+    tile_tokens,
     weigh_codes,
     weigh_tile,
     with_sink,
@@ -387,7 +388,10 @@ def retrieval_attention(
         )
     # What two programs on each multiprocessor have the shared memory for, of wide heads one.
     tiles = Tiles.of(head_dim, group_size, query.element_size(), page_dtype, latent_dim)
-    block_t, value_dim = min(page_tokens, tiles.tokens), latent_dim or head_dim
+    tokens = tiles.tokens
+    if page_dtype == torch.int8 and query.element_size() == 2 and not latent_dim:  # see IS_INT8
+        tokens = tile_tokens(tiles.dims, 4 if tiles.rest_dims else 2)
+    block_t, value_dim = min(page_tokens, tokens), latent_dim or head_dim
     splits = (num_splits, min(n, _MAX_TILES_PER_SPLIT), num_qo_heads, group_size, head_dim)
     early = can_launch_early(query)  # the merge, while the splits run
     paged_attention_kernel[(num_splits, num_heads * tiles.num_groups, n)](

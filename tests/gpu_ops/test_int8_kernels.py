@@ -302,7 +302,7 @@ def test_small_weights_of_small_values(device: str) -> None:
 
 
 def test_tiles_of_rows_that_are_converted() -> None:
-    """Twice as many tokens would spill registers: float32 in all kernels, and latents."""
-    assert Tiles.of(128, 4, 2, torch.int8).tokens == Tiles.of(128, 4, 2).tokens == 64
+    """Twice as many tokens would take too many registers."""
+    assert Tiles.of(128, 4, 2, torch.int8).tokens == Tiles.of(128, 4, 2).tokens // 2 == 32
     assert Tiles.of(128, 4, 4, torch.int8).tokens == Tiles.of(128, 4, 4).tokens == 32
     assert Tiles.of(576, 20, 2, torch.int8, 512).tokens == 16

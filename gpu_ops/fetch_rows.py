@@ -179,16 +179,18 @@ def fetch_rows_kernel(
             of_row = source.to(tl.pointer_type(hot.dtype.element_ty))[:, None]
             keys = elements_of(of_row, d[None, :], ROW_ITEMS)
             inside = present[:, None] & (d < ROW_ITEMS)[None, :]
-            target = ((row * PARTS * NUM_HEADS + slot) * capacity + places) * ROW_ITEMS
-            out = hot + target[:, None] + d[None, :]
             # Past the L1, which has no use for rows that are read once.
             k = tl.load(keys, mask=inside, cache_modifier=".cg")
+            v = k
             if PARTS > 1:
                 of_row += NUM_KV_HEADS * PAGE_TOKENS * ROW_ITEMS
                 values = elements_of(of_row, d[None, :], ROW_ITEMS)
                 v = tl.load(values, mask=inside, cache_modifier=".cg")
-                tl.store(out + NUM_HEADS * capacity.to(tl.int64) * ROW_ITEMS, v, mask=inside)
+            target = ((row * PARTS * NUM_HEADS + slot) * capacity + places) * ROW_ITEMS
+            out = hot + target[:, None] + d[None, :]
             tl.store(out, k, mask=inside)
+            if PARTS > 1:
+                tl.store(out + NUM_HEADS * capacity.to(tl.int64) * ROW_ITEMS, v, mask=inside)
         tokens, places = ahead
         at, num, num_hot, i = next_at, next_num, next_num_hot, i + programs
         next_at, next_num, next_num_hot = last_at, last_num, last_num_hot

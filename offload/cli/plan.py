@@ -165,7 +165,6 @@ def plan(
     budgets = memory_budgets(max_memory or []) or {}
     with running(verbose=verbose), quiet_transformers(verbose=verbose):
         needs_lean = {
-            "--weights": weights != "auto",
             "--host-experts": host_experts != "0",
             "--hot-experts": hot_experts is not None,
             "--placement": placement is not None,
@@ -182,6 +181,7 @@ def plan(
             context=context,
             batch_size=batch,
             dtype=dtype,
+            weights=weights,
             kv_dtype=kv_dtype,
         )
         if generic is not None:
@@ -325,6 +325,7 @@ def _generic_plan(
     needs_lean: list[str],
     *,
     dtype: str,
+    weights: str,
     kv_dtype: str,
     context: int | None,
     batch_size: int,
@@ -348,7 +349,7 @@ def _generic_plan(
     profile = None if machine.profile is None else MachineProfile.load(machine.profile)
     has_gpu = torch.cuda.is_available() if profile is None else profile.device is not None
     device = machine.device or ("cuda" if has_gpu else "cpu")
-    skeleton = planned_skeleton(model, dtype, device)
+    skeleton = planned_skeleton(model, dtype, device, weights)
     if skeleton is None:
         return None
     empty, kept = skeleton

@@ -1,8 +1,10 @@
-"""A model type without lean layers gets packed weights where its checkpoint has quantised ones.
+"""A model type without lean layers gets packed weights where its checkpoint has quantised ones, or
+where they are asked for.
 
-Its class loads what is not packed, by transformers' own rules for names. In the place of each
-packed matrix it gets a tensor of that shape whose elements are all the same one, so that memory
-never holds the dense model; then modules with packed weights replace those that have such tensors.
+Of a quantised checkpoint its class loads what is not packed, by transformers' own rules for names.
+In the place of each packed matrix it gets a tensor of that shape whose elements are all the same
+one, so that memory never holds the dense model; then modules with packed weights replace those that
+have such tensors.
 """
 
 from __future__ import annotations
@@ -19,20 +21,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpu_ops.packed import GROUP, GROUP_BYTES, TABLE_BYTES, PackedWeight
+from cpu_ops.packed import FORMATS, GROUP, GROUP_BYTES, TABLE_BYTES, PackedWeight, quantise
 from offload.loading.bars import passing_bars
 from offload.loading.checkpoint import Checkpoint
 from offload.loading.gguf_blocks import format_of, is_exact
 from offload.loading.gguf_generic import GenericTensors
 from offload.loading.gguf_header import PLAIN_TYPES, read_gguf_header
 from offload.loading.one_at_a_time import loading
-from offload.loading.packed_bytes import kept_as
+from offload.loading.packed_bytes import kept_as, kept_formats
 from offload.loading.packing import SafetensorsSource, log_formats
 from offload.models.packed_embedding import PackedEmbedding, embedding_scale
 from offload.models.packed_experts import pack_experts
 from offload.models.packed_linear import PackedModule
 
 _EXPERTS = ("has_gate", "has_bias", "is_transposed", "num_experts")
+# Routers, and what steps with latents multiply as it is.
+_DENSE = re.compile(r"router|\.(gate|shared_expert_gate|kv_b_proj)\.weight$")
+_FEW_OUTPUTS = 16  # as many inputs to an output: such as decays of heads, which decide for many
 _OF_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.")
 
 
@@ -102,7 +107,8 @@ def may_pack(empty: Any, name: str) -> bool:
         owner = empty.get_submodule(name.rpartition(".")[0])
         return all(hasattr(owner, field) for field in _EXPERTS) and name.endswith("_proj")
     module = empty.get_submodule(path)
-    return type(module) is nn.Linear or isinstance(module, nn.Embedding)
+    is_linear = type(module) is nn.Linear or type(module).__name__ == "FalconLinear"  # the same
+    return is_linear or isinstance(module, nn.Embedding)
 
 
 def _replace(model: Any, name: str, weight: PackedWeight) -> None:
@@ -173,6 +179,66 @@ def kept_in_gguf(tensors: GenericTensors, empty: Any, packing: str) -> dict[str,
     """The same of a GGUF file."""
     kept = {name: kept_as(tensors.format(name), packing) for name in tensors.types}
     return {name: format for name, format in kept.items() if format and may_pack(empty, name)}
+
+
+def kept_of_dense(empty: Any, packing: str, *, is_lean: bool = False) -> dict[str, str]:
+    """The formats of parameters of a dense checkpoint, which "q8" and "q4" pack.
+
+    Linear layers and experts, but routers and what has few outputs, have that one. The head, and
+    the embedding that it is tied to, and embeddings of each layer, have q8.
+
+    Args:
+        is_lean: as `pack_weights` has it instead.
+
+    Raises:
+        NotImplementedError: there is nothing to pack in its layers.
+    """
+    if packing not in FORMATS:
+        return {}
+    if is_lean:
+        shapes = {name: tuple(weight.shape) for name, weight in empty.named_parameters()}
+        return {of: format for of, format in kept_formats(shapes, {}, packing).items() if format}
+    head, kept = empty.get_output_embeddings(), dict[str, str]()
+    for name, weight in empty.named_parameters():
+        if weight.dim() < 2 or not may_pack(empty, name):
+            continue
+        outputs, inputs = weight.shape[-2:]
+        if head is not None and head.weight is weight:
+            kept[name] = "q8"
+        elif isinstance(empty.get_submodule(name.rpartition(".")[0]), nn.Embedding):
+            if "per_layer" in name:
+                kept[name] = "q8"
+        elif not _DENSE.search(name) and outputs * _FEW_OUTPUTS >= inputs >= GROUP:
+            kept[name] = packing
+    if not any(".0." in name for name in kept):
+        raise NotImplementedError(
+            f"weights={packing!r} with a model of type {empty.config.model_type!r}, whose layers "
+            "have matrices that are not packed; give weights='auto'"
+        )
+    return kept
+
+
+def stays_packed(weights: str, model_type: str) -> str:
+    """Why `weights` is refused of a checkpoint that is packed."""
+    return (
+        f"weights={weights!r} with a GGUF file or a quantised checkpoint of type {model_type!r}: "
+        "it stays as it is; give weights='auto'"
+    )
+
+
+def pack_dense(model: Any, kept: Mapping[str, str], weights: str) -> None:
+    """Pack the parameters of a stock model that is loaded, one after the other.
+
+    Args:
+        kept: as `kept_of_dense` gives it.
+    """
+    for name, format in kept.items():
+        weight = model.get_parameter(name).detach()
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if weight.dim() == 3 and owner.is_transposed:
+            weight = weight.transpose(1, 2)
+        _replace(model, name, quantise(weight.flatten(0, -2), format))
+    log_formats(weights, Counter(f"{format} rounded" for format in kept.values()))
 
 
 def parameter_bytes(empty: Any, kept: Mapping[str, str]) -> dict[str, int]:

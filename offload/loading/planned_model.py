@@ -20,6 +20,7 @@ from offload.loading.generic_packing import (
     expert_bytes,
     hot_experts_beside,
     kept_in_gguf,
+    kept_of_dense,
     may_pack,
     parameter_bytes,
     skeleton,
@@ -30,7 +31,7 @@ from offload.loading.gguf_config import empty_model, gguf_config, gguf_names
 from offload.loading.gguf_generic import GenericTensors
 from offload.loading.gguf_header import GgufHeader, read_gguf_header
 from offload.loading.names import check_has_owner, check_not_empty, checkpoint_name
-from offload.loading.packed_bytes import kept_as, kept_formats, packed_weight_bytes
+from offload.loading.packed_bytes import kept_as, packed_weight_bytes
 from offload.loading.quantised_checkpoint import FP4, quantised_format
 from offload.loading.stock_model import generic_skeleton, text_part
 from offload.models import (
@@ -176,11 +177,8 @@ def planned_model(
     chosen = wanted or stored or _dtype_of(config, name_or_path)
     planned, shapes = _of_config(name_or_path, config, chosen)
     if _is_made_of_parts(config, folder, header):
-        if weights in FORMATS and (kind := _quantised(config, folder, header)):
-            raise NotImplementedError(
-                f"weights={weights!r} with weights that are quantised already ({kind}) of type "
-                f"{config.model_type!r}: they stay as they are; give weights='auto'"
-            )
+        if weights in FORMATS:
+            _check_dense(weights, config, folder, header)
         family = family_of(config.to_dict())
         if weights in FORMATS and family is not None and not family.packs_dense:
             raise NotImplementedError(
@@ -190,7 +188,7 @@ def planned_model(
         packing = "" if weights in DTYPES else weights
         if packing == "auto" and device != "cpu":
             packing = AUTO_ON_GPU
-        made = _skeleton(name_or_path, config, folder, header, chosen, packing)
+        made = _skeleton(name_or_path, config, folder, header, chosen, packing, is_lean=True)
         num_bytes = sum(parameter_bytes(*made).values())
         return replace(
             planned,
@@ -219,7 +217,7 @@ def _check_dtype(dtype: str) -> None:
 
 
 def planned_skeleton(
-    name_or_path: str, dtype: str = "auto", device: str = "cpu"
+    name_or_path: str, dtype: str = "auto", device: str = "cpu", weights: str = "auto"
 ) -> tuple[Any, dict[str, str]] | None:
     """`generic_skeleton` of a model without lean layers, by any name that `planned_model` takes;
     None: it has lean layers, or is a name of `MODEL_SHAPES`.
@@ -235,8 +233,19 @@ def planned_skeleton(
     where: Where = "cpu" if device == "cpu" else "gpu"
     if not is_generic(config.to_dict(), where=where):
         return None
-    packing, wanted = "auto" if device == "cpu" else AUTO_ON_GPU, DTYPES.get(dtype) or stored
+    if weights != "auto":
+        _check_dense(weights, config, folder, header)
+    packing = AUTO_ON_GPU if weights == "auto" and device != "cpu" else weights
+    wanted = DTYPES.get(weights) or DTYPES.get(dtype) or stored
     return _skeleton(name_or_path, config, folder, header, wanted, packing)
+
+
+def _check_dense(weights: str, config: Any, folder: Path, header: GgufHeader | None) -> None:
+    if kind := _quantised(config, folder, header):
+        raise NotImplementedError(
+            f"weights={weights!r} with weights that are quantised already ({kind}) of type "
+            f"{config.model_type!r}: they stay as they are; give weights='auto'"
+        )
 
 
 def _quantised(config: Any, folder: Path, header: GgufHeader | None) -> str:
@@ -260,20 +269,21 @@ def _skeleton(
     header: GgufHeader | None,
     dtype: torch.dtype | None,
     packing: str,
+    *,
+    is_lean: bool = False,
 ) -> tuple[Any, dict[str, str]]:
     """Of a folder with weights headers are read, too. Else quantised matrices are taken to be those
     of its layers."""
     if header is None and any(x.is_file() for x in (folder / GGUF_FILE, *_weights(folder))):
-        return generic_skeleton(check_checkpoint(folder, takes_generic=True), dtype, packing)
+        checkpoint = check_checkpoint(folder, takes_generic=True)
+        return generic_skeleton(checkpoint, dtype, packing, is_lean=is_lean)
     text, kind = text_part(config)
     empty = skeleton(kind, text, dtype or _dtype_of(config, name))
     if header is not None:
         return empty, kept_in_gguf(GenericTensors(header, empty), empty, packing)
     how, kept = quantised_format(config.to_dict(), folder / "config.json"), dict[str, str]()
     if how is None:
-        shapes = {of: tuple(weight.shape) for of, weight in empty.named_parameters()}
-        kept = kept_formats(shapes, {}, packing if packing in FORMATS else "")
-        return empty, {of: format for of, format in kept.items() if format}
+        return empty, kept_of_dense(empty, packing, is_lean=is_lean)
     for name, weight in empty.named_parameters():
         if ".layers." in name and (weight.dim() == 3 or (weight.dim() == 2 and how.kind != FP4)):
             kept[name] = kept_as(format_of(how.kind), packing)

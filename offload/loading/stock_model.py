@@ -20,6 +20,8 @@ from offload.loading.generic_packing import (
     gguf_parts,
     kept_in_gguf,
     kept_in_safetensors,
+    kept_of_dense,
+    pack_dense,
     safetensors_parts,
     skeleton,
 )
@@ -27,7 +29,6 @@ from offload.loading.gguf import CONVERTED_MARK, kept_source, weights_folder
 from offload.loading.gguf_generic import GenericTensors
 from offload.loading.gguf_header import read_gguf_header
 from offload.loading.one_at_a_time import loading
-from offload.loading.packed_bytes import kept_formats
 from offload.loading.packing import model_from_parts, pack_weights
 from offload.models import ModelShape, has_other_matrices
 from offload.models.base import check_computation, context_limit
@@ -118,7 +119,11 @@ def load_generic_model(
     _override(empty.config, {"output_attentions": (False, None)}, path)
     if checkpoint.stored_types:
         return _generic_packed(checkpoint, empty, path, packing, is_part=is_part)
-    return _loaded(checkpoint, empty.config, dtype, path, empty=empty, is_part=is_part)
+    kept = kept_of_dense(empty, packing)
+    model = _loaded(checkpoint, empty.config, dtype, path, empty=empty, is_part=is_part)
+    if kept:
+        pack_dense(model, kept, packing)
+    return model
 
 
 def _text_config(checkpoint: Checkpoint, path: Path) -> tuple[Any, Any, bool]:
@@ -136,19 +141,17 @@ def _text_config(checkpoint: Checkpoint, path: Path) -> tuple[Any, Any, bool]:
 
 
 def generic_skeleton(
-    checkpoint: Checkpoint, dtype: torch.dtype | None, packing: str
+    checkpoint: Checkpoint, dtype: torch.dtype | None, packing: str, *, is_lean: bool = False
 ) -> tuple[Any, dict[str, str]]:
     """What `load_generic_model` would load, without memory for weights, and the formats of the
-    parameters that will be packed.
+    parameters that will be packed; if it `is_lean`, of what `load_stock_model` would.
 
     Raises: as `load_generic_model`.
     """
     config, kind, is_part = _text_config(checkpoint, checkpoint.folder / "config.json")
     empty = skeleton(kind, config, checkpoint.loaded_dtype(dtype))
     if not checkpoint.stored_types:
-        shapes = {name: tuple(weight.shape) for name, weight in empty.named_parameters()}
-        formats = kept_formats(shapes, {}, packing if packing in FORMATS else "")
-        return empty, {name: format for name, format in formats.items() if format}
+        return empty, kept_of_dense(empty, packing, is_lean=is_lean)
     if (checkpoint.folder / GGUF_FILE).is_file():
         tensors = GenericTensors(read_gguf_header(kept_source(checkpoint.folder)), empty)
         return empty, kept_in_gguf(tensors, empty, packing)

@@ -95,7 +95,7 @@ def weight_bytes_before_loading(checkpoint: Checkpoint, config: RuntimeConfig) -
     if not config.packing:
         return checkpoint.weight_bytes(config.dtype)
     if has_other_matrices(checkpoint.config) or checkpoint.packs_as_generic:
-        skeleton = generic_skeleton(checkpoint, config.dtype, config.packing)
+        skeleton = generic_skeleton(checkpoint, config.dtype, config.packing, is_lean=True)
         return sum(parameter_bytes(*skeleton).values())
     dtype = checkpoint.loaded_dtype(config.dtype)
     return checkpoint_packed_bytes(checkpoint, dtype, config.packing)

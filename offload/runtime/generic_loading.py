@@ -32,7 +32,7 @@ from offload.decode.stock_attention import (
 from offload.kv.format import KVFormat
 from offload.kv.store import HostBudgetError, KVStore
 from offload.loading.checkpoint import Checkpoint, check_checkpoint
-from offload.loading.generic_packing import expert_bytes, parameter_bytes
+from offload.loading.generic_packing import expert_bytes, parameter_bytes, stays_packed
 from offload.loading.one_at_a_time import loading
 from offload.loading.stock_model import (
     generic_skeleton,
@@ -641,6 +641,9 @@ def check_generic(checkpoint: Checkpoint, config: RuntimeConfig) -> None:
         is_taken = name == "backend" and value == "inline"
         is_taken = is_taken or (name == "prefill_slice_tokens" and is_on_device(config))
         is_taken = is_taken or (name.endswith("_experts") and text_type in TYPES)
+        is_taken = is_taken or (name == "weights" and not checkpoint.stored_types)
+        if name == "weights" and value != default and not is_taken:
+            raise NotImplementedError(stays_packed(value, model_type))
         if value != default and not is_taken:
             raise NotImplementedError(
                 f"{name}={value!r} with a model of type {model_type!r}, which has no lean layers "

@@ -46,7 +46,7 @@ def with_host_experts(checkpoint: Checkpoint, config: RuntimeConfig) -> RuntimeC
     shape, dtype = checkpoint.shape, checkpoint.loaded_dtype(config.dtype)
     sizes, weight_bytes = list[int](), 0
     if shape.num_experts:
-        skeleton = generic_skeleton(checkpoint, config.dtype, config.packing)
+        skeleton = generic_skeleton(checkpoint, config.dtype, config.packing, is_lean=True)
         sizes, weight_bytes = [*expert_bytes(*skeleton).values()], total_bytes(*skeleton)
     return with_number(
         config,
@@ -110,7 +110,7 @@ def host_expert_bytes(checkpoint: Checkpoint, config: RuntimeConfig) -> tuple[in
     """As `left_out_bytes`, of a model whose other weights go to a GPU."""
     if not config.host_experts or not checkpoint.shape.num_experts:
         return 0, 0
-    skeleton = generic_skeleton(checkpoint, config.dtype, config.packing)
+    skeleton = generic_skeleton(checkpoint, config.dtype, config.packing, is_lean=True)
     sizes = [*expert_bytes(*skeleton).values()]
     return left_out_bytes(sizes, config, checkpoint.shape.num_experts)
 

@@ -19,6 +19,7 @@ from offload.decode.attention import needs_alike_layers
 from offload.decode.gpu.placement import HeadPlacement
 from offload.kv.format import KVFormat
 from offload.loading.checkpoint import Checkpoint, check_checkpoint
+from offload.loading.generic_packing import stays_packed
 from offload.loading.gguf import weights_folder
 from offload.loading.huge_pages import move_to_huge_pages
 from offload.loading.names import HubOptions, checkpoint_name, resolve_folder
@@ -282,10 +283,7 @@ def check_before_loading(
             that does not fit the model.
     """
     if config.weights in FORMATS and checkpoint.packs_as_generic:
-        raise NotImplementedError(
-            f"weights={config.weights!r} with a GGUF file or a quantised checkpoint of type "
-            f"{checkpoint.config['model_type']!r}: it stays as it is; give weights='auto'"
-        )
+        raise NotImplementedError(stays_packed(config.weights, checkpoint.config["model_type"]))
     family = family_of(checkpoint.config)
     if config.weights in FORMATS and family is not None and not family.packs_dense:
         raise NotImplementedError(

@@ -91,7 +91,10 @@ Quantised safetensors of a generic type (GPTQ, AWQ, compressed-tensors, FP8, NVF
 NF4, gpt-oss's MXFP4) and GGUF files of gemma2, gemma3, gemma4, gpt-oss, lfm2, nemotron, phi3,
 qwen2moe, qwen3moe, qwen35, qwen35moe, stablelm and starcoder2 stay packed: linear layers,
 embeddings and experts. What has a layout of its own is dequantised by itself; memory never holds
-the dense model. `weights="q8"`, `"q4"` or a dtype is refused; phi3, gemma3_text, gemma4_text,
+the dense model, and `weights="q8"`, `"q4"` or a dtype is refused. Of a dense checkpoint of a
+generic type `weights="q8"` and `"q4"` pack linear layers and experts, but routers and matrices with
+less than a 16th as many outputs as inputs; the head and embeddings of each layer become q8 (not of
+gpt2 and others whose layers have no linear modules). phi3, gemma3_text, gemma4_text,
 gpt_oss, qwen3_moe and mixtral pack what their files have so, too, and take a dtype; their dense
 checkpoints, except gpt_oss's, take q8 and q4. GGUF files of other generic types, such as falcon and
 glm4moe, are refused by name, and so is metadata that may change what is computed.

@@ -138,7 +138,6 @@ def test_a_step_takes_no_less_than_reading_what_is_active(folders: dict[str, str
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--weights", "q8"], "--weights with a model of type 'gemma2', which has no lean"),
         (["--remeasure"], "--remeasure with a model of type"),
         (["--prompt-tokens", "5"], "--prompt-tokens with a model of type"),
         (["--policy", "lychee_decode"], "policy 'lychee_decode' with type 'gemma2'"),

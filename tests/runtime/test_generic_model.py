@@ -19,12 +19,14 @@ from typer.testing import CliRunner
 from offload import OffloadedModel
 from offload.cli import app
 from offload.decode.stock_attention import AttentionSpec
+from offload.models.packed_linear import PackedMatrix
 from offload.planning.workload import Workload
 from offload.policies.auto import Auto
 from offload.policies.exact_topk import ExactTopK
 from offload.policies.registry import make_policy
 from offload.prefill import attention as prefill_attention
 from offload.runtime import generic_loading
+from offload.runtime.budgets import weight_bytes_of
 from offload.runtime.config import runtime_config
 from offload.runtime.generic_cache import GenericCache, tensors_in
 from offload.runtime.generic_loading import generic_runtime
@@ -186,6 +188,39 @@ def test_latents_are_cached_in_the_place_of_heads(tmp_path: Path, model_type: st
     assert plan["host_bytes"]["weights"] == sum(x.nbytes for x in model.parameters()) + sum(
         x.num_qo_heads * 16 * 32 * 4 for x in specs.values()
     )
+
+
+@pytest.mark.parametrize("weights", ["q8", "q4"])
+@pytest.mark.parametrize("model_type", ["olmoe", "qwen3_5_text", "gemma2", "deepseek_v3", "falcon"])
+def test_dense_weights_are_packed_if_asked(tmp_path: Path, model_type: str, weights: str) -> None:
+    """Logits are the stock model's with the rounded matrices, a plan counts their bytes, and
+    routers and small matrices stay as they are."""
+    stock = tiny_model_of(model_type, vocab_size=VOCAB_SIZE)
+    stock.save_pretrained(tmp_path)
+    model = load(tmp_path, weights=weights)
+    packed = {of: x for of, x in model.named_modules() if isinstance(x, PackedMatrix)}
+    of_layers = [x for of, x in packed.items() if ".0." in of]
+    assert of_layers
+    assert {x.packed.format for x in of_layers} == {weights}
+    assert not any("gate" in of.split(".") or "router" in of for of in packed)
+    for path, module in packed.items():
+        stock.get_parameter(module.stock_name(path)).data = module.of_stock()
+    with torch.no_grad():
+        expected, found = stock(input_ids=IDS).logits, model(input_ids=IDS).logits
+    assert (found - expected).abs().mean() <= 0.02 * expected.std()  # inputs are rounded, too
+    plan = ["plan", str(tmp_path), "--device", "cpu", "--context", "64", "--weights", weights]
+    result = CliRunner().invoke(app, [*plan, "--json"])
+    assert result.exit_code == 0, result.output
+    absorbed = sum(x.num_qo_heads * 16 * 32 * 4 for x in model._offload.hosted.specs.values())
+    of_plan = json.loads(result.stdout)["host_bytes"]["weights"]
+    assert of_plan == weight_bytes_of(model, "cpu") + (model_type == "deepseek_v3") * absorbed
+
+
+def test_matrices_that_cannot_be_packed_are_named(tmp_path: Path) -> None:
+    tiny_model_of("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match="weights='q4' with a model of type 'gpt2', who"):
+        load(tmp_path, weights="q4")
+    assert load(tmp_path, weights="bfloat16").dtype == torch.bfloat16
 
 
 def test_a_turn_of_one_token_is_a_prompt(folders: dict[str, Path]) -> None:
@@ -446,7 +481,6 @@ def test_windows_and_recurrent_states_are_in_the_budget(
     ("options", "said"),
     [
         ({"prefill_slice_tokens": 64}, "prefill_slice_tokens=64"),
-        ({"weights": "q8"}, "weights='q8'"),
         ({"quality_probe": 0.1}, "quality_probe=0.1"),
         ({"host_bytes_per_sequence": "1MiB"}, "host_bytes_per_sequence=1048576"),
         ({"policy": "tidal_decode"}, "policy 'tidal_decode'"),

@@ -22,6 +22,7 @@ from offload.kv.store import KVStore
 from offload.kv_compression.base import Exposed, SequenceTokens
 from offload.kv_compression.bound import SequenceBound
 from offload.models.batch import RaggedBatch
+from offload.runtime.chosen_rows import ChosenRows
 from offload.runtime.correcting import Correction, Corrections
 from offload.runtime.runner import Pass
 from offload.runtime.saving import file_of, read_sequences
@@ -47,7 +48,7 @@ def check_offloaded(model: Any, *, takes_generic: bool = False) -> None:
         _ = model._offload.lean  # or that is refused
 
 
-class OffloadedCache(Cache):
+class OffloadedCache(ChosenRows, Cache):
     """The cached tokens of a batch: one sequence of the KV store per row.
 
     `generate()` makes one by itself. `model.new_cache()` makes one to keep across calls, and
@@ -149,16 +150,18 @@ class OffloadedCache(Cache):
 
     @classmethod
     @torch.inference_mode(False)
-    def load(cls, model: Any, path: str | Path) -> OffloadedCache:
-        """The cache that `save` has written to a file.
+    def load(cls, model: Any, path: str | Path) -> Any:
+        """The cache of the model, as of `new_cache()`, that `save` has written to a file.
 
         Raises:
             SessionMiss: a file of another model, dtype, policy or version, one that is damaged or
                 is none, or there is no room for it; the message says which.
             NotImplementedError: as `save`. TypeError: a stock model, or none.
         """
-        check_offloaded(model)
+        check_offloaded(model, takes_generic=True)
         runtime = model._offload
+        if hasattr(runtime, "load_cache"):
+            return runtime.load_cache(Path(path))
         cache = cls(runtime.sequences)
         with runtime.run_lock.lock:
             runtime.sequences.collect()
@@ -267,26 +270,6 @@ class OffloadedCache(Cache):
                 if kv_len < self.store.kv_len(seq):
                     self._sequences.truncate(seq, kv_len)
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was; rows taken twice share their pages."""
-        self._choose(beam_idx.tolist())
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices` (int64, or a bool mask [batch_size])."""
-        if indices.dtype == torch.bool:
-            if self._seqs and len(indices) != len(self._seqs):
-                raise IndexError(
-                    f"a mask of {len(indices)} rows, but the cache has {len(self._seqs)}"
-                )
-            indices = indices.nonzero().squeeze(1)
-        self._choose(indices.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times, next to each other; the copies share their pages."""
-        if repeats < 0:
-            raise ValueError(f"repeats must not be negative, got {repeats}")
-        self._choose([row for row in range(len(self._seqs)) for _ in range(repeats)])
-
     def reset(self) -> None:
         """Free all sequences; the cache is as new."""
         with self._sequences.run_lock.lock, shielded():
@@ -341,42 +324,9 @@ class OffloadedCache(Cache):
         compression = self._sequences.compression
         return 0 if compression is None else compression.dropped(seq)
 
-    def _choose(self, rows: list[int]) -> None:
-        """Row i becomes what row rows[i] was; negative ones count from the last. No rows: as new.
-
-        A cache that has no tokens yet has no rows to choose from and stays as it is.
-
-        Raises:
-            IndexError: a row that does not exist; nothing has changed then.
-        """
-        num_rows = len(self._seqs)
-        for row in rows:
-            if num_rows and not -num_rows <= row < num_rows:
-                raise IndexError(f"row {row} of a cache of {num_rows} rows")
-        if num_rows and rows:
-            self._select([row % num_rows for row in rows])
-        elif num_rows:
-            self.reset()
-
     def _select(self, rows: Sequence[int]) -> None:
-        """Row i becomes what row rows[i] was; all stays as it is if one cannot be forked."""
-        taken: set[int] = set()
-        seqs: list[int] = []
-        forks: list[int] = []
         with self._sequences.run_lock.lock, shielded():
-            try:
-                for row in rows:
-                    seq = self._seqs[row]
-                    if row in taken:
-                        seq = self._sequences.fork(seq)
-                        forks.append(seq)
-                    seqs.append(seq)
-                    taken.add(row)
-            except BaseException:
-                self._sequences.free(forks)
-                raise
-            self._sequences.free(seq for row, seq in enumerate(self._seqs) if row not in taken)
-            self._seqs[:] = seqs
+            self._sequences.select(self._seqs, rows)
             if self._attended is not None:
                 with torch.inference_mode(False):
                     self._attended = self._attended[list(rows)]

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -36,9 +37,13 @@ from offload.decode.stock_attention import (
 )
 from offload.kv.store import HostBudgetError, KVStore
 from offload.models.batch import pack
+from offload.runtime.chosen_rows import ChosenRows
 from offload.runtime.modules_device import ModulesDevice
 from offload.runtime.runner import Pass
+from offload.runtime.saving import file_of, read_sequences
 from offload.runtime.sequences import Sequences
+from offload.system.errors import SessionMiss
+from offload.system.interrupts import shielded
 from offload.system.memory import format_bytes
 
 WINDOW = ("keys", "values")  # tensors of a layer that have a column for each token
@@ -147,6 +152,15 @@ def row_tensors(layer: Any) -> Iterator[tuple[str, Tensor]]:
                     yield f"{name}.{key}".rstrip("."), x
 
 
+def _give(layer: Any, name: str, x: Tensor) -> None:
+    """Set what `row_tensors` has by this name."""
+    name, *keys = name.split(".")
+    if keys:
+        vars(layer)[name][int(keys[0])] = x
+    else:
+        setattr(layer, name, x)
+
+
 def _flags(layer: Any) -> dict[str, Any]:
     """The attributes of a cache layer without any tensor."""
     named = {name: x for name, x in vars(layer).items() if name not in _OF_CACHE}
@@ -172,6 +186,7 @@ class HostedLayers:
         is_resident: keys and values stay with the modules, and are attended to there; the store
             only counts tokens.
         steps_on_device: `GenericSteps` run decode steps.
+        states: `SequenceStates` of the sequences, which save what is not in the store.
     """
 
     config: Any
@@ -181,6 +196,7 @@ class HostedLayers:
     others: LayerStates = field(default_factory=LayerStates)
     is_resident: bool = False
     steps_on_device: bool = False
+    states: Any = None
 
     @property
     def store(self) -> KVStore:
@@ -221,7 +237,7 @@ class _ResidentLayer:
         return rows
 
 
-class GenericCache(DynamicCache):
+class GenericCache(ChosenRows, DynamicCache):
     """The cached tokens of a batch; a row is a sequence of the store.
 
     Make it by `model.new_cache()`, and pass it as `past_key_values` to go on from it. The sequences
@@ -331,14 +347,15 @@ class GenericCache(DynamicCache):
         self._hosted.others.rows.add(state)
         return state
 
-    def take_rows(self, states: Sequence[RowState]) -> None:
-        """Be a batch of sequences with these states, padded on the left to the longest.
+    def take_rows(self, states: Sequence[RowState], columns: int = 0) -> None:
+        """Be a batch of sequences with these states, padded on the left to the longest, or to
+        `columns`.
 
         Raises:
             HostBudgetError: there is no room for the copies.
         """
         self.addresses = None
-        columns, others = max(state.kv_len for state in states), self._hosted.others
+        columns, others = max(columns, *(x.kv_len for x in states)), self._hosted.others
         if columns == 0:
             return
         self._check_states(len(states), 1, columns, len(states) * others.at(columns))
@@ -351,13 +368,11 @@ class GenericCache(DynamicCache):
             number, name, *keys = path.split(".")
             rows = [state.tensors[path] for state in states]
             if name in WINDOW:
-                most = max(x.shape[2] for x in rows)
+                window = getattr(self.layers[int(number)], "sliding_window", sys.maxsize) - 1
+                most = min(columns, window)
                 rows = [F.pad(x, (0, 0, most - x.shape[2], 0)) for x in rows]
             layer, joined = self.layers[int(number)], torch.cat(rows)
-            if keys:
-                vars(layer)[name][int(keys[0])] = joined
-            else:
-                setattr(layer, name, joined)
+            _give(layer, ".".join([name, *keys]), joined)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):  # type: ignore[no-untyped-def]
         """As the stock one; what a window keeps of a prompt is not a view of all of it."""
@@ -418,16 +433,74 @@ class GenericCache(DynamicCache):
         self.layers = DynamicCache(config=self._hosted.config).layers
         self._host_layers()
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(
-            "a cache of a model without lean layers cannot be cropped, copied, reordered or split "
-            "in this version; make a new one and read the text again"
-        )
-
     is_compileable = False  # or generate() compiles what it runs on a GPU
 
-    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
-    __deepcopy__ = __copy__ = __reduce_ex__ = _refuse
+    def _select(self, rows: Sequence[int]) -> None:
+        if [*rows] == [*range(len(self._seqs))]:
+            return
+        columns, others = self._num_columns, self._hosted.others
+        self._check_states(len(rows), 1, columns, len(rows) * others.at(columns))
+        with self._hosted.sequences.run_lock.lock, shielded():
+            self._hosted.sequences.select(self._seqs, rows)
+            self.addresses = None
+            for layer in self.layers:
+                for name, x in [*row_tensors(layer)]:
+                    _give(layer, name, x[list(rows)])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GenericCache:
+        if not self._owns or self._has_failed or self._verifies:
+            raise NotImplementedError("this cache cannot be copied: it is an engine's, or failed")
+        copied = GenericCache(self._hosted)
+        self._check_states(len(self._seqs), 1, self._num_columns, self.state_bytes)
+        with self._hosted.sequences.run_lock.lock, shielded():
+            for seq in self._seqs:  # one by one: what there is goes with the copy if one fails
+                copied._seqs.append(self._hosted.sequences.fork(seq))
+            for of_copy, layer in zip(copied.layers, self.layers, strict=True):
+                vars(of_copy).update(self._copied(layer))
+            copied._num_columns = self._num_columns
+        return copied
+
+    def __copy__(self) -> GenericCache:
+        # A shallow copy would share handles that the first of the two to go frees.
+        return self.__deepcopy__({})
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotImplementedError("a cache cannot be pickled; save(path) writes it to a file")
+
+    @torch.inference_mode(False)
+    def save(self, path: str | Path) -> None:
+        """Write all rows to a file, as `OffloadedCache.save`, whose `load` takes it.
+
+        Raises:
+            ValueError: the cache has no tokens, or a device has its keys and values.
+            OSError: it cannot be written.
+        """
+        if not self._seqs or self._hosted.is_resident:
+            raise ValueError("the cache has no tokens to save in host memory")
+        sequences, states = self._hosted.sequences, self._hosted.states
+        pads = torch.tensor([self._num_columns - n for n in self.kv_lens])
+        attended = torch.arange(self._num_columns) >= pads[:, None]
+        with sequences.run_lock.lock, states.lent(self):
+            for _ in file_of(sequences, self._seqs, attended=attended).write(Path(path)):
+                pass
+
+    @classmethod
+    def load(cls, hosted: HostedLayers, path: Path, most_tokens: int) -> GenericCache:
+        """The cache that `save` has written to a file.
+
+        Raises:
+            SessionMiss: as `OffloadedCache.load`.
+        """
+        sequences, states = hosted.sequences, hosted.states
+        cache = cls(hosted)
+        with sequences.run_lock.lock:
+            sequences.collect()
+            rows, attended = read_sequences(sequences, path, most_tokens)
+            cache._seqs.extend(row.seq for row in rows)
+            if attended is None or not rows:
+                raise SessionMiss("it is of an engine's sessions; its columns are not known")
+            cache.take_rows([states.taken(row.seq) for row in rows], attended.shape[1])
+        return cache
 
     @contextlib.contextmanager
     def verifying(self) -> Iterator[None]:
@@ -448,7 +521,7 @@ class GenericCache(DynamicCache):
         """Nothing: what may be taken back is copied before."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens of a draft.
+        """Take back the last tokens: of a draft, or of any cache without windows and states.
 
         Recurrent states and windows go back to where they were before all of it: the tokens that
         stay are then `num_owed`, and come again with the next ones.
@@ -457,8 +530,17 @@ class GenericCache(DynamicCache):
             tokens_to_remove: so many, negative.
         """
         if not self.takes_back:
-            self._refuse()
-        self._verifies, self._unsure = True, 0
+            if self._hosted.others.at(1) or self._hosted.is_resident:
+                raise NotImplementedError(
+                    "a cache with windows or recurrent states, or on a device, cannot be cropped: "
+                    "they have what was read once; copy.deepcopy it before, or read the text again"
+                )
+            if tokens_to_remove > 0:
+                raise ValueError(
+                    "crop takes the number of tokens to remove as 0 or less, got "
+                    f"{tokens_to_remove}"
+                )
+        self._verifies, self._unsure = self.takes_back, 0
         n, (columns, states) = -tokens_to_remove, self._before or (0, [])
         self._before, self.num_owed = None, 0
         if n and states:
@@ -467,7 +549,7 @@ class GenericCache(DynamicCache):
         if not n:
             return
         for seq in self._seqs:
-            self._hosted.sequences.truncate(seq, self.store.kv_len(seq) - n)
+            self._hosted.sequences.truncate(seq, max(0, self.store.kv_len(seq) - n))
         self._num_columns -= n
         for layer, state in zip(self.layers, states or [{}] * len(self.layers), strict=True):
             vars(layer).update(state)

@@ -232,6 +232,7 @@ class GenericRuntime:
             self.attention,
             held,
             steps_on_device=self.steps is not None,
+            states=self.states,
         )
         if is_on_device(config):
             row = row_bytes(self.store)
@@ -288,8 +289,7 @@ class GenericRuntime:
         """
         raise NotImplementedError(
             f"a model of type {self.stock.config.model_type!r} has no lean layers: generate(), "
-            "forward(), Engine and `offload serve` run it; saved caches and "
-            "calibrations need one of "
+            "forward(), Engine and `offload serve` run it; calibrations need one of "
             f"{', '.join(ALWAYS_LEAN)}"
         )
 
@@ -314,6 +314,11 @@ class GenericRuntime:
     def new_cache(self, seqs: Sequence[int] | None = None) -> GenericCache:
         """Of the caller's sequences, or of new ones."""
         return GenericCache(self.hosted, seqs)
+
+    def load_cache(self, path: Path) -> GenericCache:
+        """What `GenericCache.save` has written; raises: as `OffloadedCache.load`."""
+        most, _ = stock_context_limit(self.stock.config)
+        return GenericCache.load(self.hosted, path, most)
 
     def close(self) -> None:
         """Give its threads and the memory of its store back."""

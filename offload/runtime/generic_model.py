@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from offload.kv.store import KVStore
     from offload.policies import Policy
 
-_MODES = ("greedy_search", "sample")
+_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _DRAFTS = "assisted_generation"
 
 
@@ -44,13 +44,13 @@ class GenericModel(FixedModel):
     _is_stateful = False  # for transformers: states go back where drafts are taken back
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock `generate()`: greedy or sampled, a thread at a time.
+        """The stock `generate()`: greedy, sampled or beams, a thread at a time.
 
         With `use_mtp=True` the checkpoint's own head for multi-token prediction drafts
         `num_assistant_tokens` at a time (1).
 
         Raises:
-            NotImplementedError: beams, assistants, other drafts, those with a GPU or a GGUF file.
+            NotImplementedError: assistants, other drafts, those with a GPU or a GGUF file.
             ValueError: `use_mtp=True`, and the checkpoint has no such head.
             HostBudgetError: before anything is computed, if not all tokens will fit.
         """

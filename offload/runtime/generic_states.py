@@ -137,6 +137,24 @@ class SequenceStates(SequencePart):
             )
         return place[0].row_state(place[1])
 
+    @contextlib.contextmanager
+    def lent(self, cache: GenericCache) -> Iterator[None]:
+        """Inside, sequences are the rows of a cache of `generate()`."""
+        rows = {seq: (cache, row) for row, seq in enumerate(cache.seqs)}
+        self._rows |= rows
+        try:
+            yield
+        finally:
+            for seq in rows:
+                del self._rows[seq]
+
+    def taken(self, seq: int) -> RowState:
+        """What was loaded of a sequence, which a cache has from now on."""
+        state = self.current(seq)
+        del self._rows[seq]
+        self._marks.pop(seq, None)
+        return state
+
     def _marked(self, seq: int, kv_len: int) -> RowState | None:
         if kv_len == 0 or not self.is_cut_at_marks:
             return RowState(kv_len, {})

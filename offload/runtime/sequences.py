@@ -106,6 +106,25 @@ class Sequences:
                 part.fork(seq, child)
         return child
 
+    def select(self, seqs: list[int], rows: Sequence[int]) -> None:
+        """Have seqs[i] become what seqs[rows[i]] was: forks of those that are there twice. Others
+        are freed; all stays as it is if one cannot be forked."""
+        taken: set[int] = set()
+        chosen, forks = list[int](), list[int]()
+        try:
+            for row in rows:
+                seq = seqs[row]
+                if row in taken:
+                    seq = self.fork(seq)
+                    forks.append(seq)
+                chosen.append(seq)
+                taken.add(row)
+        except BaseException:
+            self.free(forks)
+            raise
+        self.free(seq for row, seq in enumerate(seqs) if row not in taken)
+        seqs[:] = chosen
+
     def fork_prefix(self, seq: int, kv_len: int) -> int:
         """A copy of the first `kv_len` tokens of `seq`, to have others read behind them: what the
         policy keeps is built anew after that."""

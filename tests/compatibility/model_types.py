@@ -56,7 +56,7 @@ Positions go to 2,097,152 where the config has no number of them. int8 rows and 
 would round positions, are refused, and `auto` is `full`. Biases are exact; transformers rounds them
 to the model's dtype, and falcon's always to bfloat16, so that a falcon with ALiBi and many heads is
 refused in float32: it runs in bfloat16, in which its checkpoints are.
-A generic model does `generate()`, greedy or sampled, with left padding
+A generic model does `generate()`, greedy, sampled or with beams, with left padding
 and several turns, and `forward()`, under [`auto`](policies.md#auto), `full`, `exact_topk`, `quest`,
 `lychee_cluster`, `lfps`, `sketch` and `streaming_llm`. The engine and `offload serve` run it, with
 shared prompts and sessions on disk: each sequence has its own windows and recurrent states ([which
@@ -64,8 +64,9 @@ prompts go on from them](how-to/many-requests.md#models-without-native-layers)).
 `bamba`, `jamba` and `zamba`, whose modules forget their states where a prompt is read in parts:
 these read a prompt at once, in a new cache, by `generate()`. [`offload
 plan`](placement.md#offload-plan) counts the bytes of a model, and `offload eval` compares policies
-on a CPU, a prompt at a time. Beams, drafts but those of the next paragraph, saved caches of
-`generate()`, scores of prompts, ranks and `host_bytes_per_sequence` are refused. Before it is used,
+on a CPU, a prompt at a time. Drafts but those of the next paragraph, scores of prompts, ranks and
+`host_bytes_per_sequence` are refused, and so is `crop` of a cache with windows or recurrent
+states. Before it is used,
 each model must give the logits of the stock path for a padded prompt and three steps; it is refused
 if it does not.
 `generate(use_mtp=True)` and `offload generate --mtp N` draft on a CPU, one sequence at a time, with

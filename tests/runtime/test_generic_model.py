@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from functools import partial
@@ -27,6 +28,7 @@ from offload.policies.registry import make_policy
 from offload.prefill import attention as prefill_attention
 from offload.runtime import generic_loading
 from offload.runtime.budgets import weight_bytes_of
+from offload.runtime.cache import OffloadedCache
 from offload.runtime.config import runtime_config
 from offload.runtime.generic_cache import GenericCache, tensors_in
 from offload.runtime.generic_loading import generic_runtime
@@ -36,7 +38,7 @@ from offload.runtime.generic_sizes import (
     shape_of,
     store_and_attention,
 )
-from offload.system.errors import HostBudgetError
+from offload.system.errors import HostBudgetError, SessionMiss
 
 TYPES = [
     "olmoe",
@@ -496,20 +498,50 @@ def test_what_needs_lean_layers_is_named(
 
 def test_calls_that_are_not_supported_are_named(folders: dict[str, Path]) -> None:
     model = load(folders["stablelm"])
-    with pytest.raises(NotImplementedError, match="beam_search with a model that has no lean"):
-        tokens(model, IDS, MASK, num_beams=2)
-    with pytest.raises(NotImplementedError, match="saved caches and calibrations need one"):
+    with pytest.raises(NotImplementedError, match="calibrations need one"):
         _ = model._offload.lean
     with pytest.raises(ValueError, match="must be a cache of this model, got DynamicCache"):
         model(input_ids=IDS, past_key_values=DynamicCache(config=model.config))
     cache = model.new_cache()
     model(input_ids=IDS, attention_mask=MASK, past_key_values=cache)
-    with pytest.raises(NotImplementedError, match="cannot be cropped"):
-        cache.crop(-1)
+    with pytest.raises(ValueError, match="as 0 or less, got 1"):
+        cache.crop(1)
+    with pytest.raises(IndexError, match="row 2 of a cache of 2 rows"):
+        cache.reorder_cache(torch.tensor([0, 2]))
     with pytest.raises(ValueError, match="hides 0 columns of row 0"):
         model(input_ids=IDS[:, :1], past_key_values=cache)
     with pytest.raises(ValueError, match="padding on the left"):
         model(input_ids=IDS, attention_mask=MASK.flip(1))
+
+
+@pytest.mark.parametrize("model_type", ["stablelm", "qwen3_5_text", "gemma2", "deepseek_v3"])
+def test_beams_and_copies_of_a_cache(
+    folders: dict[str, Path], tmp_path: Path, model_type: str
+) -> None:
+    """Tokens are the stock model's with beams, padded; a cache goes on as it would have where it
+    was copied, saved, or cut, which windows and recurrent states cannot be."""
+    model, stock = load(folders[model_type]), stock_of(folders[model_type])
+    beams = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5}
+    assert torch.equal(tokens(model, IDS, MASK, **beams), tokens(stock, IDS, MASK, **beams))
+    assert model.kv_store.num_sequences == 0
+    cache = model.new_cache()
+    ids = torch.cat([tokens(model, IDS, MASK, past_key_values=cache), IDS[:, :5]], 1)
+    mask = torch.nn.functional.pad(MASK, (0, 25), value=1)
+    cache.save(tmp_path / "cache")
+    expected = tokens(stock, ids, mask)
+    for other in (copy.deepcopy(cache), OffloadedCache.load(model, tmp_path / "cache"), cache):
+        assert torch.equal(tokens(model, ids, mask, past_key_values=other), expected)
+    if model_type in ("qwen3_5_text", "gemma2"):
+        with pytest.raises(NotImplementedError, match="with windows or recurrent states"):
+            cache.crop(-1)
+        return
+    cache.crop(-8)
+    ids, mask = expected[:, : cache.get_seq_length() + 1], torch.ones_like(expected)
+    mask[0, :11] = 0
+    again = tokens(model, ids, mask[:, : ids.shape[1]], past_key_values=cache, max_new_tokens=7)
+    assert torch.equal(again, expected[:, : again.shape[1]])
+    with pytest.raises(SessionMiss, match="saved with other weights"):
+        OffloadedCache.load(load(folders["olmoe"]), tmp_path / "cache")
 
 
 def test_a_failed_pass_leaves_nothing(folders: dict[str, Path]) -> None:

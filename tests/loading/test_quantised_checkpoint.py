@@ -482,6 +482,7 @@ def write_generic(folder: Path, model_type: str, method: str, prefix: str = "") 
         ("phi3", "fp8 rows", ""),
         ("smollm3", "gptq", ""),  # of families that have some
         ("olmo2", "fp8 rows", ""),
+        ("ministral3", "fp8 rows", ""),
     ],
 )
 def test_types_without_lean_layers(

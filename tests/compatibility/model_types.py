@@ -42,13 +42,13 @@ windows and keep 64 tokens more: what goes back further is read again, as prompt
 only the front of an earlier one; padding between a sequence's tokens is no part of a window, where
 transformers counts it; they refuse policies that tell layers or heads apart); so do several ranks,
 or a GPU, where the table says so, and of phi3 `rope_type: longrope`, which reads a text anew where
-it outgrows its short factors. *generic*: transformers' own modules, on a CPU or, with `device="cuda"`,
-on a GPU. Attention of the layers that attend to all tokens is ours, their keys and values are in
-the host store; layers with a window or a recurrent state keep transformers' cache, whose bytes
-count in `max_memory`, too. The store, and pages on a GPU, keep the latents of latent attention
-(deepseek_v2, deepseek_v3, glm4_moe_lite, kimi_linear, longcat_flash, minicpm3 and others), one row
-a token and layer in the place of the keys and values of all heads: a value is the first part of its
-key, and steps absorb their queries.
+it outgrows its short factors. *generic*: transformers' own modules, on a CPU or, with
+`device="cuda"`, on a GPU. Attention of the layers that attend to all tokens is ours, their keys and
+values are in the host store; layers with a window or a recurrent state keep transformers' cache,
+whose bytes count in `max_memory`, too. The store, and pages on a GPU, keep the latents of latent
+attention (deepseek_v2, deepseek_v3, glm4_moe_lite, kimi_linear, longcat_flash, minicpm3 and
+others), one row a token and layer in the place of the keys and values of all heads: a value is the
+first part of its key, and steps absorb their queries.
 The modules of bloom, falcon and mpt compute attention themselves, which is replaced by ours. ALiBi
 (bloom, mpt, and falcon with `alibi`) is a part of keys and queries: a key has 9 more dimensions for
 its position, up to the next multiple of 16 (heads of 64 take 80 in the store, of 128 144).

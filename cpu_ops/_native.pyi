@@ -448,6 +448,7 @@ class DecoderStep:
         gate_up: int,
         added: int,
         kept_queries: int,
+        query_scale: int,
         step: StepRows,
     ) -> None: ...
 

@@ -73,6 +73,8 @@ class LayersStep:
         rows: of `attention.begin_step`.
         keeps_queries: fill `kept_queries`.
         other_ropes: of layers that rotate otherwise; `FusedLayer.rope_idx` counts them from 1.
+        query_scale: [n], multiplies rotated queries, which are rounded before and behind it; None:
+            nothing does.
 
     Attributes:
         qkv, attended: what a layer's attention reads and writes, of the widest layer (`of_layer`).
@@ -89,6 +91,7 @@ class LayersStep:
         *,
         keeps_queries: bool = False,
         other_ropes: Sequence[tuple[Tensor, Tensor]] = (),
+        query_scale: Tensor | None = None,
     ) -> None:
         n = len(rows.seqs)
         if not 1 <= n <= Linear.max_rows:
@@ -99,6 +102,8 @@ class LayersStep:
             width = check_rotary_dim(tables[0].shape[-1], max(layers.head_dims))
             for name, table in zip(("cos", "sin"), tables, strict=True):
                 check_tensor(name, table, (n, width), layers.dtype)
+        if query_scale is not None:
+            check_tensor("query_scale", query_scale, (n,), layers.dtype)
         self.rows = rows
         self.hidden = hidden
         self.qkv = hidden.new_empty(n, max(layers.qkv_features))
@@ -111,7 +116,7 @@ class LayersStep:
             raise ValueError(f"the layers take {layers.num_ropes} ropes, got {len(ropes)}")
         gate_up = hidden.new_empty(n, layers.gate_up_features)
         added = torch.empty_like(hidden) if layers.adds_apart else None
-        self._kept = (ropes, gate_up, added)
+        self._kept = (ropes, gate_up, added, query_scale)
         self.native = _native.DecoderStep(
             hidden.data_ptr(),
             [x for cos, sin in ropes for x in (cos.data_ptr(), sin.data_ptr(), cos.shape[-1])],
@@ -120,6 +125,7 @@ class LayersStep:
             gate_up.data_ptr(),
             0 if added is None else added.data_ptr(),
             0 if self.kept_queries is None else self.kept_queries.data_ptr(),
+            0 if query_scale is None else query_scale.data_ptr(),
             rows.native,
         )
         self._widths = layers.qkv_features, layers.query_features

@@ -87,6 +87,7 @@ def rope_publish_kernel(
     q_norm: tl.tensor,  # None, as k_norm: no norm per head
     k_norm: tl.tensor,
     norm_eps: tl.tensor,
+    query_scale: tl.tensor,  # None: queries are as they were rotated
     query: tl.tensor,
     host_query: tl.tensor,  # None, as the others below: not written
     host_kv: tl.tensor,
@@ -152,6 +153,10 @@ def rope_publish_kernel(
             high = (high_cos.to(dtype).to(tl.float32) + high_sin.to(dtype).to(tl.float32)).to(dtype)
 
     if head < NUM_QO_HEADS:
+        if query_scale is not None:
+            scale = tl.load(query_scale + row).to(tl.float32)
+            low = (low.to(tl.float32) * scale).to(dtype)
+            high = (high.to(tl.float32) * scale).to(dtype)
         target = (row * NUM_QO_HEADS + head) * HEAD_DIM + d
         tl.store(query + target, low, mask=inside)
         tl.store(query + target + HALF, high, mask=inside)
@@ -207,6 +212,7 @@ def rope_publish(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     norm_eps: float = 0.0,
+    query_scale: Tensor | None = None,
     window: Tensor | None = None,
     sink_tokens: int = 0,
     page_table: Tensor | None = None,
@@ -233,6 +239,7 @@ def rope_publish(
         host_query: out, as `query`; pinned host memory (also on the GPU, as the next).
         host_kv: out [n, 2, num_kv_heads, head_dim], k then v.
         q_norm, k_norm: RMSNorm weights [head_dim] applied per head before the rotation (Qwen3).
+        query_scale: [n], in qkv's dtype, multiplies rotated queries, which are rounded again.
         window: [n, 2, num_kv_heads, sink_tokens + recent_tokens, row]. Token p is at index p
             if p < sink_tokens, else at sink_tokens + (p - sink_tokens) % recent_tokens.
         page_table: int64 [n, max_pages], the addresses of each row's GPU pages of this layer,
@@ -277,6 +284,8 @@ def rope_publish(
     if q_norm is not None and k_norm is not None:
         check_tensor("q_norm", q_norm, (head_dim,), dtype, device)
         check_tensor("k_norm", k_norm, (head_dim,), dtype, device)
+    if query_scale is not None:
+        check_tensor("query_scale", query_scale, (n,), dtype, device)
     recent_tokens, row_dtype = 0, row_dtype or dtype
     parts = 1 if keys_only else 2
     if row_dtype not in (dtype, torch.int8):
@@ -303,7 +312,7 @@ def rope_publish(
             raise ValueError(f"num_page_heads must be in [1, {num_kv_heads}], got {num_page_heads}")
     if ring_tokens < 0:
         raise ValueError(f"ring_tokens must not be negative, got {ring_tokens}")
-    operands = (qkv, cos, sin, positions, q_norm, k_norm, norm_eps)
+    operands = (qkv, cos, sin, positions, q_norm, k_norm, norm_eps, query_scale)
     host = (host_query, host_kv)
     if not runs_kernel(qkv):
         page_shape = (parts, num_page_heads, page_tokens, row)
@@ -356,6 +365,7 @@ def rope_publish_reference(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     norm_eps: float,
+    query_scale: Tensor | None,
     query: Tensor,
     host_query: Tensor | None,
     host_kv: Tensor | None,
@@ -377,6 +387,8 @@ def rope_publish_reference(
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm_reference(q, q_norm, norm_eps), rms_norm_reference(k, k_norm, norm_eps)
     q, k = rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
+    if query_scale is not None:
+        q = q * query_scale[:, None, None]
     kv = torch.stack((k, v)[:parts], dim=1)  # [n, parts, num_kv_heads, head_dim]
 
     rows = positions.ge(0).nonzero()[:, 0]

@@ -83,13 +83,21 @@ void choose(const std::string& isa, int dtype, int64_t logits, int64_t num_rows,
 
 // Its owner keeps alive what the addresses point into. `ropes`: cos, sin, dim, cos, sin, dim, …
 DecoderStep decoder_step(int64_t hidden, const std::vector<int64_t>& ropes, int64_t qkv, int64_t attended,
-                         int64_t gate_up, int64_t added, int64_t kept_queries, const KeptRows& step) {
+                         int64_t gate_up, int64_t added, int64_t kept_queries, int64_t query_scale,
+                         const KeptRows& step) {
   std::vector<Rope> tables;
   for (size_t i = 0; i + 2 < ropes.size(); i += 3) {
     tables.push_back({pointer<const char>(ropes[i]), pointer<const char>(ropes[i + 1]), ropes[i + 2]});
   }
-  return {pointer<char>(hidden),  std::move(tables),    pointer<char>(qkv),          pointer<char>(attended),
-          pointer<char>(gate_up), pointer<char>(added), pointer<char>(kept_queries), step.rows};
+  return {pointer<char>(hidden),
+          std::move(tables),
+          pointer<char>(qkv),
+          pointer<char>(attended),
+          pointer<char>(gate_up),
+          pointer<char>(added),
+          pointer<char>(kept_queries),
+          pointer<const char>(query_scale),
+          step.rows};
 }
 
 using NormAddress = std::pair<int64_t, float>;

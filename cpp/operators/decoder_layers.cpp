@@ -13,10 +13,18 @@ void norm_in_place(const KernelTable& kernels, DType dtype, const NormWeight& no
   kernels.from_float[static_cast<int>(dtype)](normed.data(), width, x);
 }
 
+void scale_in_place(const KernelTable& kernels, DType dtype, float scale, int64_t size, char* x) {
+  static thread_local std::vector<float> scaled;
+  scaled.resize(static_cast<size_t>(size));
+  kernels.to_float[static_cast<int>(dtype)](x, size, scaled.data());
+  for (float& element : scaled) element *= scale;
+  kernels.from_float[static_cast<int>(dtype)](scaled.data(), size, x);
+}
+
 }  // namespace
 
 void rope_append(const DecodeAttention& attention, int64_t layer_idx, const StepRows& rows, char* qkv, Rope rope,
-                 const HeadNorms& norms) {
+                 const HeadNorms& norms, const char* query_scale) {
   const AttentionShape& shape = attention.shape(layer_idx);
   const auto rope_head = attention.kernels().rope_head[static_cast<int>(shape.dtype)];
   const int64_t head_bytes = shape.head_bytes();
@@ -43,6 +51,12 @@ void rope_append(const DecodeAttention& attention, int64_t layer_idx, const Step
     }
     for (int h = 0; h < shape.num_qo_heads; ++h, head += head_bytes) {
       rope_head(head, cos, sin, of_query_head, norms.eps, rope.dim);
+    }
+    if (query_scale != nullptr) {
+      float scale;
+      attention.kernels().to_float[static_cast<int>(shape.dtype)](query_scale + r * item, 1, &scale);
+      const int64_t width = shape.num_qo_heads * shape.head_dim;
+      scale_in_place(attention.kernels(), shape.dtype, scale, width, head - width * item);
     }
     char* value = head + shape.num_kv_heads * head_bytes;
     for (int h = 0; h < shape.num_kv_heads; ++h, head += head_bytes, value += head_bytes) {
@@ -78,7 +92,8 @@ void DecoderLayers::project(int64_t layer_idx, const DecoderStep& step) {
   const auto n = static_cast<int>(step.rows.num_rows);
   const NormWeight& norm = layer.input_norm;
   layer.qkv->run(kernels_, attention_.pool(), {step.hidden, n, norm.weight, norm.eps, Gate::none}, nullptr, step.qkv);
-  rope_append(attention_, layer_idx, step.rows, step.qkv, step.ropes[layer.rope_idx], layer.head_norms);
+  rope_append(attention_, layer_idx, step.rows, step.qkv, step.ropes[layer.rope_idx], layer.head_norms,
+              step.query_scale);
 }
 
 std::string DecoderLayers::attend(int64_t layer_idx, const DecoderStep& step) {
@@ -112,7 +127,10 @@ void DecoderLayers::finish(int64_t layer_idx, const DecoderStep& step) {
     layer.gate_up->run(kernels_, pool, {step.hidden, n, norm.weight, norm.eps, Gate::none}, nullptr, step.gate_up);
     add(*layer.down, {step.gate_up, n, nullptr, 0.0f, layer.gate}, layer.mlp_out_norm, step);
   }
-  if (layer.out_scale != 1.0f) scale_rows(layer.out_scale, layer.o_proj->out_features(), step);
+  if (layer.out_scale != 1.0f) {
+    const int64_t size = step.rows.num_rows * layer.o_proj->out_features();
+    scale_in_place(kernels_, attention_.shape().dtype, layer.out_scale, size, step.hidden);
+  }
 }
 
 void DecoderLayers::add(const Linear& linear, const LinearInput& x, const NormWeight& norm, const DecoderStep& step) {
@@ -136,15 +154,6 @@ void DecoderLayers::add_rows(const NormWeight& norm, int64_t width, const Decode
     }
     kernels_.add_residual[type](normed_.data(), row, width, row);
   }
-}
-
-void DecoderLayers::scale_rows(float scale, int64_t width, const DecoderStep& step) {
-  const int type = static_cast<int>(attention_.shape().dtype);
-  const int64_t size = step.rows.num_rows * width;
-  normed_.resize(static_cast<size_t>(size));
-  kernels_.to_float[type](step.hidden, size, normed_.data());
-  for (float& x : normed_) x *= scale;
-  kernels_.from_float[type](normed_.data(), size, step.hidden);
 }
 
 void DecoderLayers::add_experts(const DecoderLayer& layer, const DecoderStep& step) {

@@ -37,9 +37,9 @@ struct Rope {
 };
 
 // RoPE of a step's new tokens, and their keys and values into the pages of one layer. Of each row qkv [num_qo_heads + 2
-// * num_kv_heads, head_dim], whose query heads are rotated in place.
+// * num_kv_heads, head_dim], whose query heads are rotated in place. `query_scale`: as of DecoderStep.
 void rope_append(const DecodeAttention& attention, int64_t layer_idx, const StepRows& rows, char* qkv, Rope rope,
-                 const HeadNorms& norms);
+                 const HeadNorms& norms, const char* query_scale = nullptr);
 
 // A norm without a weight is none: input_norm and mlp_norm are of what a block reads, the others of what it adds.
 struct DecoderLayer {
@@ -69,6 +69,7 @@ struct DecoderStep {
   char* added;     // scratch [num_rows, hidden_size], for layers with norms of what they add, or with experts
   // [num_layers, num_rows, num_qo_heads * head_dim], for those of all layers, whose heads are alike; or null.
   char* kept_queries;
+  const char* query_scale;  // [num_rows], multiply rotated queries; or null
   StepRows rows;
 };
 
@@ -95,8 +96,6 @@ class DecoderLayers {
   // hidden += added, or its norm.
   void add_rows(const NormWeight& norm, int64_t width, const DecoderStep& step);
   void add_experts(const DecoderLayer& layer, const DecoderStep& step);
-  // hidden *= scale.
-  void scale_rows(float scale, int64_t width, const DecoderStep& step);
   std::string attend(int64_t layer_idx, const DecoderStep& step);
 
   DecodeAttention& attention_;

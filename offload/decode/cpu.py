@@ -74,6 +74,8 @@ class NativeDecoder(SequencePart):
     def decode(self, hidden: torch.Tensor, batch: RaggedBatch, seqs: Sequence[int]) -> torch.Tensor:
         """As `Decoder.decode`; `hidden` is overwritten."""
         tables = [rope(hidden, batch.position_ids[None]) for rope in self.model.ropes]
+        scale = self.model.query_scale
+        scales = None if scale is None else scale(hidden, batch.position_ids)
         rows = [
             (seq, position)
             for seq, num_new in zip(seqs, batch.num_new_tokens, strict=True)
@@ -84,7 +86,8 @@ class NativeDecoder(SequencePart):
                 [seq for seq, _ in rows[block]], [position + 1 for _, position in rows[block]]
             )
             ropes = [(cos[0, block], sin[0, block]) for cos, sin in tables]
-            self._run_layers(hidden[block], ropes, step, block.start)
+            query_scale = None if scales is None else scales[block]
+            self._run_layers(hidden[block], ropes, query_scale, step, block.start)
             self.attention.count_rows(step)
         if self.attention.top_p_controller is not None:
             self.attention.top_p_controller.after_step()
@@ -161,6 +164,7 @@ class NativeDecoder(SequencePart):
         self,
         hidden: torch.Tensor,
         ropes: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        query_scale: torch.Tensor | None,
         rows: DecodeStep,
         first_row: int,
     ) -> None:
@@ -168,6 +172,7 @@ class NativeDecoder(SequencePart):
 
         Args:
             ropes: cos, sin [n, head_dim], of each of the model's.
+            query_scale: [n], of `LeanModel.query_scale`.
 
         Where heads of layers differ and queries are kept, Python goes layer by layer.
         """
@@ -176,7 +181,9 @@ class NativeDecoder(SequencePart):
         by_layer = attention.on_attended is not None
         by_layer |= attention.heads_differ and rows.keeps_queries
         if by_layer or rows.in_turns or is_watched:
-            step = LayersStep(stack, hidden, ropes[0], rows, other_ropes=ropes[1:])
+            step = LayersStep(
+                stack, hidden, ropes[0], rows, other_ropes=ropes[1:], query_scale=query_scale
+            )
             for layer_idx, layer in enumerate(self.model.layers):
                 qkv, attended = step.of_layer(layer_idx)
                 stack.project(layer_idx, step)
@@ -196,7 +203,13 @@ class NativeDecoder(SequencePart):
             compression = None
         keeps_queries = rows.keeps_queries or compression is not None
         step = LayersStep(
-            stack, hidden, ropes[0], rows, keeps_queries=keeps_queries, other_ropes=ropes[1:]
+            stack,
+            hidden,
+            ropes[0],
+            rows,
+            keeps_queries=keeps_queries,
+            other_ropes=ropes[1:],
+            query_scale=query_scale,
         )
         stack.run(step)
         if compression is not None and step.kept_queries is not None:

@@ -105,7 +105,7 @@ def model_from_parts(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, we
     kinds: Counter[str] = Counter()
 
     def packed(name: str, kept: str) -> PackedWeight:
-        kind = source.types[name]
+        kind = source.types.get(name, "dense")  # such as a head beside quantised layers
         kinds[f"{kind} to {kept} ({'as in the file' if is_exact(kind, kept) else 'rounded'})"] += 1
         return source.packed(name, kept)
 

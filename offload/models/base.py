@@ -25,7 +25,7 @@ from offload.models.dense_linear import DenseLinear
 from offload.models.linear import Linear
 from offload.models.missing_features import OWN_ATTENTION
 from offload.models.packed_linear import PackedLinear, PackedModule
-from offload.models.rope import Rotary, head_dim_of, layer_configs, rope_context
+from offload.models.rope import QueryScale, Rotary, head_dim_of, layer_configs, rope_context
 from offload.models.routed_mlp import RoutedMlp
 from offload.models.shape import ModelShape
 
@@ -163,6 +163,7 @@ class LeanModel:
         host_experts: `numbers` of layers whose experts a GPU leaves to the CPU.
         hot_experts: experts of each of these, the most used ones, that it has copies of.
         embedding_scale: multiplies embeddings that are given; `embed_tokens` has done so.
+        query_scale: multiplies the rotated queries of all layers; None: nothing does.
         logit_cap: c of logits c * tanh(x / c) of outputs x of `lm_head`; 0: logits are x.
         ranks: the processes that run the model together, each with a part of the heads and of the
             MLP (`shape` and `layers` are this one's); None: this process has all.
@@ -176,6 +177,7 @@ class LeanModel:
     shape: ModelShape
     max_context_reason: str
     embedding_scale: float = 1.0
+    query_scale: QueryScale | None = None
     logit_cap: float = 0.0
     host_experts: frozenset[int] = frozenset()
     hot_experts: int = 0

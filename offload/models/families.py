@@ -19,9 +19,9 @@ from offload.models.base import (
     ScaledNorm,
 )
 from offload.models.gemma import Gemma3, Gemma4
-from offload.models.model_family import ModelFamily
+from offload.models.model_family import ModelFamily, RopesByType, Where
 from offload.models.packed_experts import native_gate
-from offload.models.rope import RotaryOfHalves
+from offload.models.rope import QueryScale, RotaryOfHalves
 from offload.models.routed_mlp import RoutedMlp
 
 
@@ -126,6 +126,28 @@ class Granite(ModelFamily):
         )
 
 
+class Ministral3(ModelFamily):
+    """Rotated queries are multiplied by a number that grows with their positions."""
+
+    peculiar = "its queries grow with their positions"
+
+    def is_lean(self, config: Any, *, where: Where) -> bool:
+        numbers = _llama_4_scale(config)
+        if not all(isinstance(x, int | float) for x in numbers) or numbers[1] <= 0:
+            return False
+        # Layers' types do not tell here which have a window: all, or none.
+        return config.sliding_window is None and super().is_lean(config, where=where)
+
+    def lean_model(self, stock: Any, *, heads_may_differ: bool = False) -> LeanModel:
+        lean = super().lean_model(stock, heads_may_differ=heads_may_differ)
+        return replace(lean, query_scale=QueryScale(*_llama_4_scale(stock.config)))
+
+
+def _llama_4_scale(config: Any) -> tuple[Any, Any]:
+    rope = config.rope_parameters
+    return rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+
+
 def _refusing(model_type: str, **options: bool) -> ModelFamily:
     return ModelFamily(model_type, may_be_generic=False, **options)
 
@@ -137,10 +159,12 @@ FAMILIES = {
         _refusing("mistral"),  # early versions attend through a window (see `context_limit`)
         _refusing("qwen2"),  # and Qwen2.5: biases on q, k and v
         _refusing("qwen3", has_qk_norm=True),  # the dense ones
+        Ministral3("ministral3"),
         SomeLayersRotate("smollm3"),
         ModelFamily("seed_oss"),  # a bias of o_proj, or none
         Granite("granite"),
         ModelFamily("olmo2", has_qk_norm=True, normed_sums=True, float32_tables=True),
+        RopesByType("olmo3", has_qk_norm=True, normed_sums=True, float32_tables=True),
         SlidingLayersRotate("exaone4", has_qk_norm=True, normed_sums=True),
         Routed("qwen3_moe", has_qk_norm=True, rounds_weights=True),  # dense layers, too
         Routed("mixtral"),

@@ -13,33 +13,19 @@ from offload.models.base import (
     ScaledNorm,
     UnitNorm,
 )
-from offload.models.model_family import ModelFamily, Where
-from offload.models.rope import RotaryOfType
+from offload.models.model_family import RopesByType, Where
 
 
-class Gemma3(ModelFamily):
-    """Norms times 1 + weight around attention and MLP, whose gate is a GELU, and two rotary
-    embeddings: that of layers with a window, and that of the others."""
+class Gemma3(RopesByType):
+    """Norms times 1 + weight around attention and MLP, whose gate is a GELU."""
 
-    packs_as_generic = knows_windows = True
-    ropes = frozenset(("default", "linear", "llama3", "yarn"))
+    packs_as_generic = True
     peculiar = "its norms come before and after attention and the MLP"
 
     def is_lean(self, config: Any, *, where: Where) -> bool:
-        if {rope["rope_type"] for rope in config.rope_parameters.values()} - self.ropes:
-            return False
         if config.use_bidirectional_attention not in (None, False, "vision"):  # of images
             return False
         return super().is_lean(config, where=where)
-
-    def rotary_modules(self, stock: Any) -> tuple[Any, ...]:
-        rotary = stock.model.rotary_emb
-        return tuple(RotaryOfType(rotary, kind) for kind in rotary.layer_types)
-
-    def layer_spec(self, stock: Any, layer_idx: int) -> LayerSpec:
-        kind = stock.config.layer_types[layer_idx]
-        rope_idx = stock.model.rotary_emb.layer_types.index(kind)
-        return replace(super().layer_spec(stock, layer_idx), rope_idx=rope_idx)
 
     def norm(self, stock: Any) -> ScaledNorm:
         """The view of an RMSNorm."""

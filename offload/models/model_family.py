@@ -15,7 +15,7 @@ from offload.models.base import (
     fused_linear,
     has_windows,
 )
-from offload.models.rope import NoRotation, RoundedRotary, rotary_view
+from offload.models.rope import NoRotation, RotaryOfType, RoundedRotary, rotary_view
 from offload.models.shape import ModelShape
 
 # What computes lean layers: the native ones, a GPU's step (or an inline one), or several ranks.
@@ -217,3 +217,24 @@ class ModelFamily:
             ),
             max_context_reason=reason,
         )
+
+
+class RopesByType(ModelFamily):
+    """Two rotary embeddings: that of layers with a window, and that of the others."""
+
+    knows_windows = True
+    ropes = frozenset(("default", "linear", "llama3", "yarn"))
+
+    def is_lean(self, config: Any, *, where: Where) -> bool:
+        if {rope["rope_type"] for rope in config.rope_parameters.values()} - self.ropes:
+            return False
+        return super().is_lean(config, where=where)
+
+    def rotary_modules(self, stock: Any) -> tuple[Any, ...]:
+        rotary = stock.model.rotary_emb
+        return tuple(RotaryOfType(rotary, kind) for kind in rotary.layer_types)
+
+    def layer_spec(self, stock: Any, layer_idx: int) -> LayerSpec:
+        kind = stock.config.layer_types[layer_idx]
+        rope_idx = stock.model.rotary_emb.layer_types.index(kind)
+        return replace(super().layer_spec(stock, layer_idx), rope_idx=rope_idx)

@@ -187,6 +187,20 @@ class NoRotation:
 
 
 @dataclass(frozen=True)
+class QueryScale:
+    """What multiplies rotated queries: 1 + beta * log(1 + floor(position / period)), as of Llama 4
+    (`get_llama_4_attn_scale` of transformers)."""
+
+    beta: float
+    period: int
+
+    def __call__(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """In x's dtype, of each position."""
+        steps = torch.log(1 + torch.floor(position_ids / self.period))
+        return (1 + self.beta * steps).to(x.dtype)
+
+
+@dataclass(frozen=True)
 class DynamicRotary:
     """Frequencies by the longest position of each call, and of no call before.
 

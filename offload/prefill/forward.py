@@ -116,6 +116,7 @@ def prefill_by_layer(
     def run_layers() -> Generator[None, None, torch.Tensor]:
         positions = batch.position_ids[None].to(hidden.device)
         ropes = [rope(hidden, positions) for rope in model.ropes]
+        scale = None if model.query_scale is None else model.query_scale(hidden, positions[0])
         heads = [*zip(model.each("num_kv_heads"), model.each("head_dim"), strict=True)]
         stream = LayerStream(batch, heads, store=store, seqs=seqs, like=hidden, keeps=keeps)
         try:
@@ -128,6 +129,8 @@ def prefill_by_layer(
                     stop = min(start + slice_tokens, batch.num_tokens)
                     x, rope = hidden[start:stop], (cos[start:stop], sin[start:stop])
                     q = _write_kv(layer, x, rope, stream, start, stop, pool)
+                    if scale is not None:
+                        q *= scale[start:stop, None]
                     if store is not None and on_queries is not None:
                         for sequence, of_slice, kv_len in stream.spans(start, stop):
                             on_queries(seqs[sequence], layer_idx, q[:, of_slice], kv_len)

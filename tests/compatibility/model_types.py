@@ -37,18 +37,18 @@ _HEAD = """\
 *lean*: native layers, on a CPU and with a GPU, with every feature. What a lean type's layers do not
 compute, such as windows smaller than the context, is refused for llama, mistral, qwen2 and qwen3,
 and makes a model of another type generic, as do gemma4_text's inputs of each layer, shared keys and
-values, and experts (layers of phi3, gemma3_text, gemma4_text and gpt_oss attend through windows and
-keep 64 tokens more: what goes back further is read again, as prompts are that share only the front
-of an earlier one; padding between a sequence's tokens is no part of a window, where transformers
-counts it; they refuse policies that tell layers or heads apart); so do several ranks, or a GPU,
-where the table says so, and of phi3 `rope_type: longrope`, which reads a text anew where it
-outgrows its short factors. *generic*: transformers' own modules, on a CPU or, with `device="cuda"`,
-on a GPU. Attention of the layers that attend to all tokens is ours, their keys and values are in
-the host store; layers with a window or a recurrent state keep transformers' cache, whose bytes
-count in `max_memory`, too. The store, and pages on a GPU, keep the latents of latent attention
-(deepseek_v2, deepseek_v3, glm4_moe_lite, kimi_linear, longcat_flash, minicpm3 and others), one row
-a token and layer in the place of the keys and values of all heads: a value is the first part of its
-key, and steps absorb their queries.
+values, and experts (layers of phi3, gemma3_text, gemma4_text, olmo3 and gpt_oss attend through
+windows and keep 64 tokens more: what goes back further is read again, as prompts are that share
+only the front of an earlier one; padding between a sequence's tokens is no part of a window, where
+transformers counts it; they refuse policies that tell layers or heads apart); so do several ranks,
+or a GPU, where the table says so, and of phi3 `rope_type: longrope`, which reads a text anew where
+it outgrows its short factors. *generic*: transformers' own modules, on a CPU or, with
+`device="cuda"`, on a GPU. Attention of the layers that attend to all tokens is ours, their keys and
+values are in the host store; layers with a window or a recurrent state keep transformers' cache,
+whose bytes count in `max_memory`, too. The store, and pages on a GPU, keep the latents of latent
+attention (deepseek_v2, deepseek_v3, glm4_moe_lite, kimi_linear, longcat_flash, minicpm3 and
+others), one row a token and layer in the place of the keys and values of all heads: a value is the
+first part of its key, and steps absorb their queries.
 The modules of bloom, falcon and mpt compute attention themselves, which is replaced by ours. ALiBi
 (bloom, mpt, and falcon with `alibi`) is a part of keys and queries: a key has 9 more dimensions for
 its position, up to the next multiple of 16 (heads of 64 take 80 in the store, of 128 144).
@@ -85,8 +85,8 @@ not be changed or hooked then.
 Of a multi-modal checkpoint the text part is loaded, if transformers has a causal class for it, and
 images and sound are not read. It is lean where the type of its `text_config` is lean and the lean
 layers compute all that `text_config` says, as in `gemma3` and in dense `gemma4` checkpoints; else
-it is generic. That is so for types that are not in this table, too, such as `mistral3`, `llava`,
-`internvl` and `smolvlm`.
+it is generic. That is so for types that are not in this table, too, such as `mistral3` (Ministral
+3), `llava`, `internvl` and `smolvlm`.
 
 Quantised safetensors of a generic type (GPTQ, AWQ, compressed-tensors, FP8, NVFP4, bitsandbytes
 NF4, gpt-oss's MXFP4) and GGUF files of gemma2, gemma3, gemma4, gpt-oss, lfm2, nemotron, phi3,

@@ -45,6 +45,7 @@ class Case:
     rope: tuple[torch.Tensor, torch.Tensor]
     other_rope: tuple[torch.Tensor, torch.Tensor]
     past: list[tuple[np.ndarray, np.ndarray]]  # of each sequence: k, v [layers, heads, tokens, dim]
+    query_scale: torch.Tensor | None = None
 
     def stack(self) -> DecoderLayers:
         return DecoderLayers(self.layers, self.attention)
@@ -63,8 +64,8 @@ def make_case(
     """`kind`: "llama"; "qwen3" with norms of heads; "olmo2" with norms of all heads and of sums;
     "smollm3" with layers that rotate otherwise; "gemma3" with a window in the first, and GELUs;
     "gpt_oss" with that window and sinks; "phi3" that rotates a part of each head, and has q, k and
-    v in one matrix; "moe" whose second MLP has experts, which are all chosen: the next best one in
-    bfloat16 is another than in float64."""
+    v in one matrix; "ministral3" whose queries are scaled by row; "moe" whose second MLP has
+    experts, which are all chosen: the next best one in bfloat16 is another than in float64."""
     rng = new_rng()
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -155,7 +156,9 @@ def make_case(
     angles = np.outer(np.array(kv_lens) - 1, 10000.0 ** (-np.arange(rotated // 2) / 8))
     cos, sin = (torch.from_numpy(np.tile(f(angles), 2)).to(dtype) for f in (np.cos, np.sin))
     hidden = random(rows, HIDDEN)
-    return Case(layers, weights, attention, seqs, kv_lens, hidden, (cos, sin), (sin, cos), past)
+    scale = torch.linspace(0.7, 2, rows).to(dtype) if kind == "ministral3" else None
+    ropes = (cos, sin), (sin, cos)
+    return Case(layers, weights, attention, seqs, kv_lens, hidden, *ropes, past, scale)
 
 
 def gated(gate: np.ndarray, up: np.ndarray, kind: str = "silu") -> np.ndarray:
@@ -190,6 +193,8 @@ def float64_layers(case: Case, rows: int) -> np.ndarray:
                 np.concatenate([reference.rope(y[:, :rotated], cos, sin), y[:, rotated:]], axis=1)
                 for y in (q, k)
             )
+            if case.query_scale is not None:
+                q = q * float(case.query_scale[row])
             keys, values = (
                 np.concatenate([past[layer_idx], new[:, None]], axis=1)
                 for past, new in zip(case.past[row], (k, v), strict=True)
@@ -220,6 +225,7 @@ def float64_layers(case: Case, rows: int) -> np.ndarray:
 def begin(case: Case, stack: DecoderLayers, **options):
     rows = case.attention.begin_step(case.seqs, case.kv_lens)
     others = [case.other_rope]
+    options |= {"query_scale": case.query_scale}
     return LayersStep(stack, case.hidden.clone(), case.rope, rows, other_ropes=others, **options)
 
 
@@ -228,7 +234,7 @@ def begin(case: Case, stack: DecoderLayers, **options):
     combinations(
         native.available_isas(),
         DTYPES,
-        ["llama", "qwen3", "olmo2", "smollm3", "phi3", "gemma3", "gpt_oss", "moe"],
+        ["llama", "qwen3", "olmo2", "smollm3", "phi3", "gemma3", "gpt_oss", "ministral3", "moe"],
         [1, 3, 16],
     ),
 )
@@ -345,6 +351,8 @@ def test_steps_that_do_not_fit(pool):
     ):
         with pytest.raises(ValueError, match=message):
             LayersStep(stack, hidden, rope, rows)
+    with pytest.raises(ValueError, match=r"query_scale must be .* \[2\]"):
+        LayersStep(stack, case.hidden, case.rope, rows, query_scale=cos[0])
     other = replace(case.layers[1], rope_idx=1)
     two_ropes = DecoderLayers([case.layers[0], other], case.attention)
     with pytest.raises(ValueError, match="take 2 ropes, got 1"):

@@ -188,7 +188,8 @@ def attend_all(
         page_table=table,
         page_tokens=256,
     )
-    rope_publish(qkv, angle, angle, positions, **rope, host_pages=table, page_tokens=256)
+    grown = {"query_scale": zeros(n)}
+    rope_publish(qkv, angle, angle, positions, **rope, **grown, host_pages=table, page_tokens=256)
     part, ring = angle[:, : head_dim // 2].contiguous(), {"page_tokens": 256, "ring_tokens": 512}
     rope_publish(qkv, part, part, positions, **rope, head_dim=head_dim, page_table=table, **ring)
 

@@ -120,6 +120,22 @@ def test_rounds_like_prefill(device: str, dtype: torch.dtype) -> None:
     assert torch.equal(step.query, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_queries(device: str, dtype: torch.dtype) -> None:
+    """Rounded again, as transformers does it; keys and values stay."""
+    step = Step(device, dtype, [5, -1, 0])
+    step.publish()
+    query, kv = step.query.clone(), step.host_kv.clone()
+    scale = torch.tensor([1.3, 2.0, 0.7], dtype=dtype, device=device)
+    step.publish(query_scale=scale)
+    expected = (query * scale[:, None])[step.active]
+    for actual in (step.query, step.host_query):
+        assert torch.equal(actual[step.active].cpu(), expected.cpu())
+    assert torch.equal(step.host_kv[step.active], kv[step.active])
+    with pytest.raises(ValueError, match=r"query_scale must be \[3\], got"):
+        step.publish(query_scale=scale[:2])
+
+
 @pytest.mark.parametrize(("sink_tokens", "recent_tokens"), combinations([0, 4], [0, 1, 8]))
 def test_window_slots(device: str, sink_tokens: int, recent_tokens: int) -> None:
     if sink_tokens + recent_tokens == 0:

@@ -288,6 +288,21 @@ def test_matrices_are_those_of_the_file(method: str, tmp_path: Path) -> None:
     assert dense.generate(tokens, max_new_tokens=2, do_sample=False).shape == (1, 32)
 
 
+@pytest.mark.parametrize("method", ["gptq", "fp8 rows"])
+@pytest.mark.parametrize("weights", ["q8", "q4"])
+def test_what_they_leave_dense_is_rounded_too(method: str, weights: str, tmp_path: Path) -> None:
+    """The head, which is the embedding, has no format in the file."""
+    expected = write(tmp_path, *METHODS[method][:2]).requires_grad_(False)
+    model = OffloadedModel.from_pretrained(tmp_path, num_threads=1, weights=weights)
+    packed = {n: m.packed for n, m in model.named_modules() if isinstance(m, PackedModule)}
+    assert packed.pop("lm_head").format == "q8"
+    wanted = weights if method == "gptq" else "q8"  # q4 is not for what has more bits
+    assert {each.format for each in packed.values()} == {wanted}
+    for name, each in packed.items():
+        assert relative(each.dequantise(), expected.get_submodule(name).weight) < 0.1
+    assert planned_model(str(tmp_path), weights=weights).weight_bytes == weight_bytes_of(model)
+
+
 def test_what_is_packed_is_saved_dequantised(tmp_path: Path) -> None:
     expected = write(tmp_path / "awq", *METHODS["awq"][:2]).requires_grad_(False)
     model = OffloadedModel.from_pretrained(tmp_path / "awq", num_threads=1)
@@ -482,6 +497,7 @@ def write_generic(folder: Path, model_type: str, method: str, prefix: str = "") 
         ("phi3", "fp8 rows", ""),
         ("smollm3", "gptq", ""),  # of families that have some
         ("olmo2", "fp8 rows", ""),
+        ("ministral3", "fp8 rows", ""),
     ],
 )
 def test_types_without_lean_layers(

@@ -43,6 +43,10 @@ GEMMA4_EXPERTS = {
     "top_k_experts": 2,
     "moe_intermediate_size": 64,
 }
+OLMO3_DYNAMIC = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -77,6 +81,7 @@ def test_tokens_are_those_of_transformers(
         ("gemma4_text", {"attention_k_eq_v": False, "attention_bias": True}),
         ("phi3", {}),
         ("gpt_oss", {}),
+        ("olmo3", {}),
     ],
 )
 @torch.inference_mode()
@@ -121,6 +126,8 @@ def test_embeddings_that_are_given(
         ("gemma4_text", GEMMA4_EXPERTS, True),
         ("gemma4_text", {}, False),
         ("mixtral", {"hidden_act": "gelu"}, True),
+        ("ministral3", {"sliding_window": 64}, True),
+        ("olmo3", {"rope_parameters": OLMO3_DYNAMIC}, True),
     ],
 )
 @torch.inference_mode()
@@ -166,7 +173,18 @@ def test_which_layers_rotate(name: str, changes: dict[str, Any], tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "name", ["olmo2", "exaone4", "mixtral", "phi3", "gemma3_text", "gemma4_text", "gpt_oss"]
+    "name",
+    [
+        "olmo2",
+        "olmo3",
+        "exaone4",
+        "ministral3",
+        "mixtral",
+        "phi3",
+        "gemma3_text",
+        "gemma4_text",
+        "gpt_oss",
+    ],
 )
 def test_parts_that_know_neither_normed_sums_nor_experts_refuse(
     name: str, stock_models: dict[str, Any]
@@ -236,7 +254,9 @@ def test_a_router_that_changes_is_refused(tiny_folders: dict[str, Path]) -> None
                 "qwen3_moe",
                 "mixtral",
                 "olmo2",
+                "olmo3",
                 "exaone4",
+                "ministral3",
                 "gpt_oss",
             )
         ),

@@ -35,8 +35,8 @@ TYPES = {
     "t5": ["an encoder beside the decoder"],
 }
 WORKS = (
-    "available: exaone4, gemma3_text, gemma4_text, gpt_oss, granite, llama, mistral, mixtral, "
-    "olmo2, phi3, qwen2, qwen3, qwen3_moe, seed_oss, smollm3 "
+    "available: exaone4, gemma3_text, gemma4_text, gpt_oss, granite, llama, ministral3, mistral, "
+    "mixtral, olmo2, olmo3, phi3, qwen2, qwen3, qwen3_moe, seed_oss, smollm3 "
     "(dense models of text, such as Llama 3, SmolLM2, "
     "Mistral, Qwen2.5 and Qwen3)"
 )

@@ -21,11 +21,19 @@ from offload.runtime.budgets import weight_bytes_of
 from offload.runtime.generic_loading import GenericRuntime
 from offload.runtime.runtime import Runtime
 
-# multi-modal type -> what differs in its text_config
+_GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
+}
+# multi-modal type, and that of its text if it may have others -> what differs in its text_config
 LEAN: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": 24},
     "gemma4": {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
     "mistral3": {"sliding_window": None},
+    "mistral3 ministral3": {"rope_parameters": _GROWING},  # Ministral 3
     "llava": {},
     "internvl": {},
     "smolvlm": {},
@@ -35,8 +43,9 @@ OPTIONS: dict[str, Any] = {"num_threads": 1, "page_tokens": 16, "max_memory": {"
 SETTINGS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 
 
-def whole(model_type: str, changes: dict[str, Any]) -> Any:
-    text = tiny_config(model_type).text_config
+def whole(types: str, changes: dict[str, Any]) -> Any:
+    model_type, *of_text = types.split()
+    text = tiny_config(of_text[0]) if of_text else tiny_config(model_type).text_config
     for name, value in changes.items():
         setattr(text, name, value)
     stock = tiny_model_of(model_type, text_config=text)

@@ -45,6 +45,7 @@ class _MicroBatch:
     x: Tensor  # [n, hidden_size]
     ropes: list[tuple[Tensor, Tensor]]  # cos, sin: [n, rotary_dim], of each of the model's ropes
     linears: LinearPath
+    query_scale: Tensor | None = None  # [n], of `LeanModel.query_scale`
     selection: SideWork | None = None  # on its way to the mailbox
     gathering: list[SideWork] = field(default_factory=list)  # rows of a layer's heads from the host
     growing: SideWork | None = None  # what the next step finds its tokens by
@@ -124,12 +125,15 @@ class DeviceStep:
         rope_positions = b.rope_positions[None, : link.num_rows].clamp(min=0)
         tables = [rope(b.hidden[: link.num_rows], rope_positions) for rope in self.model.ropes]
         tables = [(cos[0].contiguous(), sin[0].contiguous()) for cos, sin in tables]
+        scale = self.model.query_scale
+        scales = None if scale is None else scale(b.hidden, rope_positions[0])
         batches = [
             _MicroBatch(
                 rows,
                 b.hidden[rows],
                 [(cos[rows], sin[rows]) for cos, sin in tables],
                 self._linears(rows),
+                None if scales is None else scales[rows],
             )
             for rows in link.micro_batches
         ]
@@ -219,6 +223,7 @@ class DeviceStep:
             q_norm=None if normed is None else normed.q_norm,
             k_norm=None if normed is None else normed.k_norm,
             norm_eps=0.0 if normed is None else normed.qk_norm_eps,
+            query_scale=batch.query_scale,
             query=b.queries[layer_idx, rows],
             host_query=link.mailbox.query[rows] if placed.host else None,
             host_kv=None if self._writes_pages else link.mailbox.kv[layer_idx, rows],
@@ -344,6 +349,7 @@ class DeviceStep:
                 q_norm=None if layer.norms_all_heads else layer.q_norm,
                 k_norm=None if layer.norms_all_heads else layer.k_norm,
                 norm_eps=layer.qk_norm_eps,
+                query_scale=batch.query_scale,
                 query=hot.predicted[rows],
                 host_query=link.mailbox.predicted[layer_idx % 2, rows],
             )

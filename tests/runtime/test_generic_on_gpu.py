@@ -28,6 +28,7 @@ from offload.decode.gpu.placement import HeadPlacement, Place
 from offload.engine.engine import Engine
 from offload.engine.sampling_params import SamplingParams
 from offload.models.hybrid import TYPES as HYBRIDS
+from offload.models.packed_linear import PackedMatrix
 from offload.policies.registry import make_policy
 from offload.runtime import generic_loading, generic_steps
 from offload.runtime.module_steps import ModuleSteps
@@ -111,6 +112,24 @@ def test_tokens_are_those_of_the_stock_model(
             assert (model.offload_stats().kv_host_bytes > 0) == on_host
             assert model.kv_store.num_sequences == 0
             monkeypatch.undo()
+
+
+@pytest.mark.parametrize("folder", ["qwen3_5_moe_text", "gemma2", "glm4_moe_lite"], indirect=True)
+@pytest.mark.parametrize("device", [CUDA, pytest.param("cpu", id="inline")])
+def test_beams_and_weights_packed_when_asked(folder: Path, device: str) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    stock, ids, mask = stock.to(device), IDS.to(device), MASK.to(device)
+    expected = tokens(stock, ids, mask, num_beams=3)
+    assert tokens(load(folder, device), IDS, MASK, num_beams=3) == expected
+    model = load(folder, device, weights="q8")
+    packed = {of: x for of, x in model.named_modules() if isinstance(x, PackedMatrix)}
+    assert len(packed) >= 20
+    for path, module in packed.items():
+        stock.get_parameter(module.stock_name(path)).data = module.of_stock()
+    with torch.no_grad():
+        logits = stock(input_ids=ids).logits
+        found = model(input_ids=ids).logits
+    assert (found - logits).abs().mean() <= 0.02 * logits.std()
 
 
 @pytest.mark.parametrize(

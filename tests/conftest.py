@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import zlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from offload.system.memory import available_cpus  # noqa: E402
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_MANY_CASES = 16
+_MANY_CASES = 8
 
 # Threads only slow tiny tensors down, above all on a busy machine.
 torch.set_num_threads(1)
@@ -59,18 +59,39 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test's many cases every other one is slow, of a kernel's two of three; but with a GPU or
-    a chosen ISA."""
+    """Most cases of a test are slow; but with a GPU or a chosen ISA.
+
+    As many stay as show each value of its parameters; where these are still many, every other one.
+    """
     if torch.cuda.is_available() or "OFFLOAD_ISA" in os.environ:
         return
-    count = Counter(x.nodeid.partition("[")[0] for x in items)
+    tests = defaultdict[str, list[pytest.Item]](list)
     for x in items:
-        every = 3 if x.path.parent.name in ("gpu_ops", "cpu_ops") else 2
-        if (
-            count[x.nodeid.partition("[")[0]] > _MANY_CASES
-            and zlib.crc32(x.nodeid.encode()) % every
-        ):
+        if x.get_closest_marker("cuda"):  # would be skipped one by one
             x.add_marker("slow")
+        elif not any(map(x.get_closest_marker, ("slow", "docs"))):
+            tests[x.nodeid.partition("[")[0]].append(x)
+    for cases in tests.values():
+        cases.sort(key=_in_no_order)
+        chosen = list(_all_values(cases))
+        if len(chosen) > _MANY_CASES:
+            chosen = [x for x in chosen if _in_no_order(x) % 2]
+        for x in {*cases} - {*chosen}:
+            x.add_marker("slow")
+
+
+def _in_no_order(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.encode())
+
+
+def _all_values(cases: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Few of a test's cases whose names have each word of the others in its place."""
+    words = {x: {*enumerate(x.nodeid.partition("[")[2].rstrip("]").split("-"))} for x in cases}
+    while words:
+        most = max(words, key=lambda x: len(words[x]))
+        yield most
+        shown = words[most]
+        words = {x: left for x, of in words.items() if (left := of - shown)}
 
 
 def pytest_collection_finish() -> None:

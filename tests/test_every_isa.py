@@ -66,6 +66,7 @@ def test_isas_are_chosen(
         every_isa.main([])
 
 
+@pytest.mark.slow
 def test_libraries_have_no_more_either() -> None:
     if "avx2" not in native.available_isas():
         pytest.skip("AVX2 is not on this CPU")

@@ -32,6 +32,7 @@ def test_feature(name: str, sides: tuple[Side, Side], verdicts: dict[str, Verdic
         assert (verdict.result, verdict.num_same) == (WORKS, verdict.num_calls)
 
 
+@pytest.mark.docs
 def test_document(sides: tuple[Side, Side], verdicts: dict[str, Verdict]) -> None:
     for name, feature in FEATURES.items():
         if name not in verdicts:

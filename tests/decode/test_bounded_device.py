@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 from offload.decode.gpu.placement import HeadPlacement, Place
 
 POLICIES = ["full", "lfps", "lychee_cluster", "per_head", "hard_kv"]
-BYTES = 2**21
+BYTES = 3 * 2**19
 
 
 @pytest.fixture(scope="module")

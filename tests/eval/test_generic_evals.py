@@ -86,13 +86,13 @@ def test_perplexity_is_that_of_the_stock_model(
 
 def test_ruler_asks_each_policy(folders: dict[str, Path], tmp_path: Path) -> None:
     folder, resume = folders["gemma2"], tmp_path / "answers.jsonl"
-    arguments = ["--context", "1100", "--tasks", "niah_single_1", "--samples", "2"]
+    arguments = ["--context", "1100", "--tasks", "niah_single_1", "--samples", "1"]
     arguments += ["--policy", "exact_topk", "--budget-tokens", "4096,96", "--resume", str(resume)]
     arguments += ["--option", _SPARSE]
     result = run("ruler", folder, *arguments, "--json")
     assert result.exit_code == 0, result.output
     (cell,) = json.loads(result.stdout)["cells"]
-    assert cell["samples"] == 2
+    assert cell["samples"] == 1
     records = [json.loads(line) for line in resume.read_text().splitlines()[1:]]
     for record in records:
         answers = {label: one["answer"] for label, one in record["answers"].items()}

@@ -187,7 +187,7 @@ def test_wrong_operands():
 def test_experts_in_slots(device, format, gate):
     """What has a slot and what has none are together what all are; rows in use are counted."""
     options = {"gate": gate, "normalises": True, "rounds": False}
-    case = Case(device, torch.float32, format, 5, 2, (64, 40), **options)
+    case = Case(device, torch.float32, format, 5, 2, (32, 24), **options)
     up, down = case.mlp.up, case.mlp.down
     slots_up, slots_down = (x.first(2, x.device) for x in (up, down))
     for slots, whole in ((slots_up, up), (slots_down, down)):

@@ -73,6 +73,7 @@ def test_what_is_left_is_told(offload: servers.Peer) -> None:
     assert limit.told(offload) == 300 << 20
 
 
+@pytest.mark.slow
 def test_the_gguf_has_the_folders_weights(tmp_path: Path) -> None:
     """As the embedded file and its converted folder show: the same rows, in llama.cpp's order."""
     from offload.loading.gguf import converted_folder

@@ -17,7 +17,8 @@ from offload.ranks.watch import PeerError, RankWatch
 from offload.runtime.config import runtime_config
 
 
-@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1])
 def test_a_killed_rank_ends_the_other(failing, tiny_folders):
     """Rank 0 also holds the store through which ranks know of each other."""
     ranks = Ranks(2)

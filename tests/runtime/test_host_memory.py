@@ -63,6 +63,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_env_plan_and_a_filled_cache_agree(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
     from cases.profile_cases import machine_profile
 

@@ -33,9 +33,9 @@ def smollm2_tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def text_tokens(smollm2_tokenizer: Any) -> torch.Tensor:
-    """int64 [1, 300]: the docstrings of the standard library."""
+    """int64 [1, 160]: the docstrings of the standard library."""
     text = "\n\n".join(stdlib_paragraphs()[:30])
-    return smollm2_tokenizer(text, return_tensors="pt")["input_ids"][:, :300]
+    return smollm2_tokenizer(text, return_tensors="pt")["input_ids"][:, :160]
 
 
 def test_greedy_tokens_on_real_text(smollm2: Any, text_tokens: torch.Tensor) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,8 +18,10 @@ import httpx
 import pytest
 from cases.tiny_models import byte_tokenizer
 from serve.conftest import Serve, metric, serving_process
+from typer.testing import CliRunner
 
 from offload import AsyncEngine, Engine
+from offload.cli import app
 from offload.engine.request import Request
 from offload.engine.sessions import SessionInUseError
 from offload.engine.steps import Steps
@@ -546,14 +545,9 @@ def test_the_command_listens_before_it_has_loaded(serve_folder: Path, number: in
 def test_the_command_says_that_its_port_is_in_use(serve_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        done = subprocess.run(
-            [sys.executable, "-m", "offload", "serve", str(serve_folder), "--port", str(port)],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"COLUMNS": "300"},
-            timeout=120,
-        )
+        runner = CliRunner(env={"COLUMNS": "300"})
+        done = runner.invoke(app, ["serve", str(serve_folder), "--port", str(port)])
     wanted = (
         f"error: port {port} of 127.0.0.1 is in use; give another one with --port (0: a free one)"
     )
-    assert (done.returncode, done.stderr.splitlines()) == (1, [wanted])
+    assert (done.exit_code, done.stderr.splitlines()) == (1, [wanted])

@@ -41,6 +41,7 @@ def usage(http: httpx.Client, messages: list[dict[str, str]]) -> tuple[str, int,
     return text, found["prompt_tokens"], found["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_server_of_a_generic_model(tmp_path: Path) -> None:
     folder, sessions = tmp_path / "model", tmp_path / "sessions"

@@ -103,6 +103,7 @@ def test_a_folder_is_asked_without_changing_it(umask: int, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_another_user() -> None:
     """May use the conversion, or is told that it cannot be read, not that it cannot be written."""
     if os.geteuid():

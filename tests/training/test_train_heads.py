@@ -160,6 +160,7 @@ def test_layers_are_computed_again_where_memory_is_short(
     assert len(called) == calls
 
 
+@pytest.mark.slow
 def test_the_constraint_is_reached() -> None:
     made = trainer(steps=50, target_heads=2, learning_rate=0.3)
     before = {name: x.clone() for name, x in made.stock.named_parameters()}
@@ -295,6 +296,7 @@ def test_the_command_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.glob("*.unfinished*"))
 
 
+@pytest.mark.slow
 def test_resuming_with_other_steps(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

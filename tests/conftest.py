@@ -45,8 +45,6 @@ from offload.system.memory import available_cpus  # noqa: E402
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_MANY_CASES = 8
-
 # Threads only slow tiny tensors down, above all on a busy machine.
 torch.set_num_threads(1)
 
@@ -59,10 +57,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Most cases of a test are slow; but with a GPU or a chosen ISA.
-
-    As many stay as show each value of its parameters; where these are still many, every other one.
-    """
+    """Most cases of a test are slow, but with a GPU or a chosen ISA: as many stay as show each
+    value of its parameters."""
     if torch.cuda.is_available() or "OFFLOAD_ISA" in os.environ:
         return
     tests = defaultdict[str, list[pytest.Item]](list)
@@ -72,16 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif not any(map(x.get_closest_marker, ("slow", "docs"))):
             tests[x.nodeid.partition("[")[0]].append(x)
     for cases in tests.values():
-        cases.sort(key=_in_no_order)
-        chosen = list(_all_values(cases))
-        if len(chosen) > _MANY_CASES:
-            chosen = [x for x in chosen if _in_no_order(x) % 2]
-        for x in {*cases} - {*chosen}:
+        cases.sort(key=lambda x: zlib.crc32(x.nodeid.encode()))  # in no order
+        for x in {*cases} - {*_all_values(cases)}:
             x.add_marker("slow")
-
-
-def _in_no_order(item: pytest.Item) -> int:
-    return zlib.crc32(item.nodeid.encode())
 
 
 def _all_values(cases: list[pytest.Item]) -> Iterator[pytest.Item]:

@@ -42,7 +42,6 @@ from offload.runtime.modules_device import ModulesDevice
 from offload.runtime.runner import Pass
 from offload.runtime.saving import file_of, read_sequences
 from offload.runtime.sequences import Sequences
-from offload.system.errors import SessionMiss
 from offload.system.interrupts import shielded
 from offload.system.memory import format_bytes
 
@@ -440,12 +439,14 @@ class GenericCache(ChosenRows, DynamicCache):
             return
         columns, others = self._num_columns, self._hosted.others
         self._check_states(len(rows), 1, columns, len(rows) * others.at(columns))
+        chosen = [
+            (layer, name, x[list(rows)]) for layer in self.layers for name, x in row_tensors(layer)
+        ]
         with self._hosted.sequences.run_lock.lock, shielded():
             self._hosted.sequences.select(self._seqs, rows)
             self.addresses = None
-            for layer in self.layers:
-                for name, x in [*row_tensors(layer)]:
-                    _give(layer, name, x[list(rows)])
+            for of_layer in chosen:
+                _give(*of_layer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GenericCache:
         if not self._owns or self._has_failed or self._verifies:
@@ -497,9 +498,8 @@ class GenericCache(ChosenRows, DynamicCache):
             sequences.collect()
             rows, attended = read_sequences(sequences, path, most_tokens)
             cache._seqs.extend(row.seq for row in rows)
-            if attended is None or not rows:
-                raise SessionMiss("it is of an engine's sessions; its columns are not known")
-            cache.take_rows([states.taken(row.seq) for row in rows], attended.shape[1])
+            columns = 0 if attended is None else attended.shape[1]
+            cache.take_rows([states.taken(row.seq) for row in rows], columns)
         return cache
 
     @contextlib.contextmanager

@@ -140,6 +140,8 @@ class GenericModel(FixedModel):
         drafts = generation_mode == _DRAFTS and bool(generation_config.use_mtp)
         if generation_mode not in _MODES and not drafts:
             raise _unsupported(str(getattr(generation_mode, "value", generation_mode)))
+        if generation_config.use_mtp and not drafts:
+            raise _unsupported("use_mtp=True and beams")
         refuse_unsupported(generation_config, model_kwargs.get("attention_mask"), has_head=True)
         cache = model_kwargs.get("past_key_values")
         if cache is None and generation_config.use_cache is False:
@@ -216,8 +218,8 @@ class GenericModel(FixedModel):
 
 def _unsupported(what: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{what} with a model that has no lean layers: it generates greedily or by sampling; leave "
-        "it out"
+        f"{what} with a model that has no lean layers: it generates greedily, by sampling "
+        "or with beams; leave it out"
     )
 
 

@@ -67,6 +67,12 @@ def limit_table(result: dict[str, Any]) -> str:
     return "\n\n".join([table(columns, rows), machine_line(result["machine"], spreads=False)])
 
 
+def all_tables(result: dict[str, Any]) -> str:
+    """What was measured, of one machine."""
+    made = (one_client_table(result), many_table(result), limit_table(result))
+    return "\n\n".join(x for x in made if x != NOT_MEASURED)
+
+
 def _of(result: dict[str, Any], scenario: str) -> list[Row]:
     """Rows of a scenario without a limit."""
     rows = result["rows"]

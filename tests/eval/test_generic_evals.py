@@ -127,7 +127,6 @@ def test_one_prompt_at_a_time_is_in_memory(folders: dict[str, Path]) -> None:
         ),
         ("ruler", ["--host-share", "0.5"], "--host-share with a model of type"),
         ("ruler", ["--policy", "lychee_decode"], "policy 'lychee_decode' with type 'gemma2'"),
-        ("ruler", ["--weights", "q8"], "weights='q8' with a model of type 'gemma2'"),
         ("ruler", ["--context", "4096"], "4,096 tokens are more than the 2,048 positions"),
         ("perplexity", ["--kv-dtype", "int8"], "--kv-dtype with a model of type"),
         ("perplexity", ["--selections-every", "2"], "--selections-every 2 needs lean layers"),

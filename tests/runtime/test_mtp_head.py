@@ -157,8 +157,9 @@ def test_turns_go_on_from_the_cache(
             ids[i] = torch.cat([found, IDS[:, :9]], dim=1)
         assert told[0][turn].tolist() == told[1][turn].tolist()
         assert caches[0].kv_lens == caches[1].kv_lens
-    with pytest.raises(NotImplementedError, match="cannot be cropped"):
-        caches[1].crop(-1)
+    if model_type == "qwen3_5_text":
+        with pytest.raises(NotImplementedError, match="cannot be cropped"):
+            caches[1].crop(-1)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "glm4_moe_lite"])

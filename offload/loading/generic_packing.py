@@ -119,7 +119,10 @@ def _replace(model: Any, name: str, weight: PackedWeight) -> None:
     module = model.get_submodule(path)
     if isinstance(module, nn.Linear):
         bias = None if module.bias is None else module.bias.detach()
-        model.set_submodule(path, PackedModule(weight, bias, dtype))
+        made = PackedModule(weight, bias, dtype)
+        for of, other in [*model.named_modules(remove_duplicate=False)]:  # layers may share it
+            if isinstance(other, nn.Linear) and other.weight is module.weight:
+                model.set_submodule(of, made)
         return
     head = model.get_output_embeddings()
     is_tied = head is not None and getattr(head, "weight", None) is module.weight

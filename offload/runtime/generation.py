@@ -68,6 +68,7 @@ class GenerationRequest:
         drafts: tokens are proposed, and verified several at a time.
         chunked: the prompt comes in several prefills.
         draft_tokens: that are proposed at most; None: the model that drafts chooses how many.
+        has_beams: rows are chosen anew at each step.
     """
 
     prompt_columns: int
@@ -79,6 +80,12 @@ class GenerationRequest:
     drafts: bool
     chunked: bool = False
     draft_tokens: int | None = None
+    has_beams: bool = False
+
+    @property
+    def times_states(self) -> int:
+        """How often there are states of a row at a time: copies of drafts, or of chosen rows."""
+        return 2 if self.drafts or self.has_beams else 1
 
     @classmethod
     def of(
@@ -116,7 +123,8 @@ class GenerationRequest:
         gives_all = embeds is not None or generation_config._given_ids == columns
         chunked = 0 < (generation_config.prefill_chunk_size or 0) < columns
         sizes = (columns, gives_all, prompt_lens, shared_lens, max_new_tokens, copies)
-        return cls(*sizes, drafts, chunked, generation_config.prompt_lookup_num_tokens)
+        has_beams = (generation_config.num_beams or 1) > 1
+        return cls(*sizes, drafts, chunked, generation_config.prompt_lookup_num_tokens, has_beams)
 
     @property
     def max_tokens(self) -> int:

@@ -42,6 +42,7 @@ from offload.runtime.modules_device import ModulesDevice
 from offload.runtime.runner import Pass
 from offload.runtime.saving import file_of, read_sequences
 from offload.runtime.sequences import Sequences
+from offload.system.errors import SessionMiss
 from offload.system.interrupts import shielded
 from offload.system.memory import format_bytes
 
@@ -499,7 +500,11 @@ class GenericCache(ChosenRows, DynamicCache):
             rows, attended = read_sequences(sequences, path, most_tokens)
             cache._seqs.extend(row.seq for row in rows)
             columns = 0 if attended is None else attended.shape[1]
-            cache.take_rows([states.taken(row.seq) for row in rows], columns)
+            try:
+                cache.take_rows([states.taken(row.seq) for row in rows], columns)
+            except HostBudgetError as error:
+                cache.reset()
+                raise SessionMiss(f"no room: {error}") from error
         return cache
 
     @contextlib.contextmanager
@@ -540,6 +545,8 @@ class GenericCache(ChosenRows, DynamicCache):
                     "crop takes the number of tokens to remove as 0 or less, got "
                     f"{tokens_to_remove}"
                 )
+            if not self._seqs:
+                return
         self._verifies, self._unsure = self.takes_back, 0
         n, (columns, states) = -tokens_to_remove, self._before or (0, [])
         self._before, self.num_owed = None, 0
@@ -547,6 +554,9 @@ class GenericCache(ChosenRows, DynamicCache):
             self.num_owed = self._num_columns - n - columns
             n = self._num_columns - columns
         if not n:
+            return
+        if n >= self._num_columns and not self.takes_back:
+            self.reset()  # rows without a column are no rows: the next batch may have others
             return
         for seq in self._seqs:
             self._hosted.sequences.truncate(seq, max(0, self.store.kv_len(seq) - n))

@@ -276,7 +276,8 @@ class GenericRuntime:
         if modules is not None and resident is not None:
             columns = request.prompt_columns + request.max_new_tokens
             rows = len(request.prompt_lens)
-            if modules.has_room(rows, columns, rows * resident.others.at(columns)):
+            others = request.times_states * rows * resident.others.at(columns)
+            if modules.has_room(rows, columns, others):
                 return GenericCache(resident)
         return self.new_cache()
 
@@ -501,8 +502,7 @@ class GenericRuntime:
         pages = num_pages(store, ends) - own_pages
         state = policy_bytes(states.bytes, ends)
         columns = request.prompt_columns + request.max_new_tokens
-        times = 2 if request.drafts else 1
-        others = times * len(ends) * cache.others.at(columns) - cache.state_bytes
+        others = request.times_states * len(ends) * cache.others.at(columns) - cache.state_bytes
         modules = self.hosted.others.modules
         if request.drafts and self._head is not None:
             others += max(ends) * self._head.row_bytes

@@ -193,10 +193,12 @@ def test_latents_are_cached_in_the_place_of_heads(tmp_path: Path, model_type: st
 
 
 @pytest.mark.parametrize("weights", ["q8", "q4"])
-@pytest.mark.parametrize("model_type", ["olmoe", "qwen3_5_text", "gemma2", "deepseek_v3", "falcon"])
+@pytest.mark.parametrize(
+    "model_type", ["olmoe", "qwen3_5_text", "gemma2", "deepseek_v3", "falcon", "zamba2"]
+)
 def test_dense_weights_are_packed_if_asked(tmp_path: Path, model_type: str, weights: str) -> None:
-    """Logits are the stock model's with the rounded matrices, a plan counts their bytes, and
-    routers and small matrices stay as they are."""
+    """Logits are the stock model's with the rounded matrices, those that layers share, too; a plan
+    counts their bytes, and routers and small matrices stay as they are."""
     stock = tiny_model_of(model_type, vocab_size=VOCAB_SIZE)
     stock.save_pretrained(tmp_path)
     model = load(tmp_path, weights=weights)
@@ -458,8 +460,9 @@ def test_a_budget_is_refused_before_anything_is_computed(folders: dict[str, Path
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "ministral"])
 def test_windows_and_recurrent_states_are_in_the_budget(
-    folders: dict[str, Path], model_type: str
+    folders: dict[str, Path], tmp_path: Path, model_type: str
 ) -> None:
+    """Those of beams twice, as rows are chosen, and those of a file that is loaded."""
     model = load(folders[model_type])
     cache, ledger = model.new_cache(), model.kv_store.ledger
     model(input_ids=IDS, past_key_values=cache)
@@ -467,6 +470,7 @@ def test_windows_and_recurrent_states_are_in_the_budget(
     held = sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
     assert held <= cache.state_bytes <= 1.1 * held
     assert ledger.by_tenant()["windows and recurrent states"] == cache.state_bytes
+    cache.save(tmp_path / "cache")
     cache.reset()
     of_two = 2 * model._offload.hosted.others.at(40)
     model.kv_store.trim()
@@ -475,6 +479,14 @@ def test_windows_and_recurrent_states_are_in_the_budget(
         with pytest.raises(HostBudgetError, match=r"2 sequences .*need .* more of host KV cache"):
             read()
     assert model.kv_store.num_sequences == 0
+    ledger.limit_bytes = of_two * 3 // 2 + 2 * 48 * model.kv_store.token_bytes
+    with pytest.raises(SessionMiss, match="no room: windows and recurrent states of 2 sequences"):
+        OffloadedCache.load(model, tmp_path / "cache")
+    assert model.kv_store.num_sequences == 0
+    ledger.limit_bytes = of_two * 3 // 2 + 2 * 64 * model.kv_store.token_bytes
+    assert tokens(model, IDS, MASK).shape == (2, 60)
+    with pytest.raises(HostBudgetError, match="2 sequences of up to 59 tokens need"):
+        tokens(model, IDS[1:], MASK[1:], num_beams=2)
     ledger.limit_bytes = limit
     assert tokens(model, IDS, MASK, max_new_tokens=1).shape == (2, 41)
 
@@ -540,6 +552,9 @@ def test_beams_and_copies_of_a_cache(
     mask[0, :11] = 0
     again = tokens(model, ids, mask[:, : ids.shape[1]], past_key_values=cache, max_new_tokens=7)
     assert torch.equal(again, expected[:, : again.shape[1]])
+    for _ in range(2):  # an empty one, too
+        cache.crop(-1000)
+        assert (cache.get_seq_length(), cache.seqs) == (0, ())
     with pytest.raises(SessionMiss, match="saved with other weights"):
         OffloadedCache.load(load(folders["olmoe"]), tmp_path / "cache")
 

@@ -82,9 +82,9 @@ class Scenario:
 
 ONE = [Scenario("one client", n, 64) for n in (512, 7168, 28672)]
 CLIENTS = Scenario("clients", 2048, 64, clients=8)
-CONVERSATIONS = Scenario("conversations", 24576, 32, clients=4, turns=2)
-SCENARIOS = [*ONE, CLIENTS, CONVERSATIONS]
-LIMITED = [ONE[-1], CLIENTS, CONVERSATIONS]
+CONVERSATIONS = [Scenario("conversations", n, 32, clients=4, turns=2) for n in (7168, 24576)]
+SCENARIOS = [*ONE, CLIENTS, *CONVERSATIONS]
+LIMITED = [ONE[-1], CLIENTS, CONVERSATIONS[-1]]
 QUICK_SCENARIOS = [
     Scenario("one client", 256, 16),
     Scenario("clients", 128, 8, clients=2),

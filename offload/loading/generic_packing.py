@@ -94,8 +94,9 @@ def generic_from_parts(
             output_loading_info=True,
         )
     if not info["missing_keys"] and not info["mismatched_keys"]:
+        places = _places(model)
         for name, make in parts.packed.items():
-            _replace(model, name, make())
+            _replace(model, name, make(), places)
         log_formats("auto", parts.kinds)
     return model, info
 
@@ -111,7 +112,18 @@ def may_pack(empty: Any, name: str) -> bool:
     return is_linear or isinstance(module, nn.Embedding)
 
 
-def _replace(model: Any, name: str, weight: PackedWeight) -> None:
+def _places(model: Any) -> dict[int, list[str]]:
+    """Where linear layers are, by the id of their weight, which several may share."""
+    found: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear):
+            found.setdefault(id(module.weight), []).append(path)
+    return found
+
+
+def _replace(
+    model: Any, name: str, weight: PackedWeight, places: Mapping[int, Sequence[str]]
+) -> None:
     path, dtype = name.removesuffix(".weight"), model.dtype
     if path == name:
         pack_experts(model, name, weight, dtype)
@@ -120,9 +132,8 @@ def _replace(model: Any, name: str, weight: PackedWeight) -> None:
     if isinstance(module, nn.Linear):
         bias = None if module.bias is None else module.bias.detach()
         made = PackedModule(weight, bias, dtype)
-        for of, other in [*model.named_modules(remove_duplicate=False)]:  # layers may share it
-            if isinstance(other, nn.Linear) and other.weight is module.weight:
-                model.set_submodule(of, made)
+        for place in places[id(module.weight)]:
+            model.set_submodule(place, made)
         return
     head = model.get_output_embeddings()
     is_tied = head is not None and getattr(head, "weight", None) is module.weight
@@ -235,12 +246,13 @@ def pack_dense(model: Any, kept: Mapping[str, str], weights: str) -> None:
     Args:
         kept: as `kept_of_dense` gives it.
     """
+    places = _places(model)
     for name, format in kept.items():
         weight = model.get_parameter(name).detach()
         owner = model.get_submodule(name.rpartition(".")[0])
         if weight.dim() == 3 and owner.is_transposed:
             weight = weight.transpose(1, 2)
-        _replace(model, name, quantise(weight.flatten(0, -2), format))
+        _replace(model, name, quantise(weight.flatten(0, -2), format), places)
     log_formats(weights, Counter(f"{format} rounded" for format in kept.values()))
 
 

@@ -422,10 +422,11 @@ class GenericCache(ChosenRows, DynamicCache):
 
     def reset(self) -> None:
         """Forget all tokens and give their memory back."""
-        self._hosted.sequences.free(self._seqs)
-        self._seqs.clear()
-        self._has_failed = False
-        self._forget_states()
+        with self._hosted.sequences.run_lock.lock, shielded():
+            self._hosted.sequences.free(self._seqs)
+            self._seqs.clear()
+            self._has_failed = False
+            self._forget_states()
 
     def _forget_states(self) -> None:
         self.addresses = None
@@ -451,7 +452,7 @@ class GenericCache(ChosenRows, DynamicCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GenericCache:
         if not self._owns or self._has_failed or self._verifies:
-            raise NotImplementedError("this cache cannot be copied: it is an engine's, or failed")
+            raise RuntimeError("this cache cannot be copied: it is an engine's, or failed")
         copied = GenericCache(self._hosted)
         self._check_states(len(self._seqs), 1, self._num_columns, self.state_bytes)
         with self._hosted.sequences.run_lock.lock, shielded():
@@ -467,7 +468,7 @@ class GenericCache(ChosenRows, DynamicCache):
         return self.__deepcopy__({})
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise NotImplementedError("a cache cannot be pickled; save(path) writes it to a file")
+        raise TypeError("a cache cannot be pickled; save(path) writes it to a file")
 
     @torch.inference_mode(False)
     def save(self, path: str | Path) -> None:
@@ -547,6 +548,10 @@ class GenericCache(ChosenRows, DynamicCache):
                 )
             if not self._seqs:
                 return
+        with self._hosted.sequences.run_lock.lock, shielded():
+            self._crop(tokens_to_remove)
+
+    def _crop(self, tokens_to_remove: int) -> None:
         self._verifies, self._unsure = self.takes_back, 0
         n, (columns, states) = -tokens_to_remove, self._before or (0, [])
         self._before, self.num_owed = None, 0

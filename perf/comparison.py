@@ -33,14 +33,16 @@ import psutil
 
 from offload.loading.embedded_package import EMBEDDED_MODEL
 from offload.loading.names import load_tokenizer
-from offload.system.memory import available_cpus
+from offload.system.memory import available_cpus, parse_size
 from offload.system.stdlib_text import stdlib_paragraphs
 from perf.baselines.servers import (
     PEERS,
     Peer,
     Setting,
+    gpu_memory,
     named,
     started_environment,
+    use_model,
     version,
 )
 from perf.results_file import ROOT, Run, read_results, script_options
@@ -60,6 +62,7 @@ class Scenario:
         clients: that ask at the same time.
         prompt_tokens, new_tokens: of each request.
         turns: of each client's conversation; other clients' come between them.
+        together: conversations are asked at the same time, too.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Scenario:
     new_tokens: int
     clients: int = 1
     turns: int = 1
+    together: bool = False
 
     @property
     def context(self) -> int:
@@ -76,14 +80,18 @@ class Scenario:
 
     @property
     def at_once(self) -> int:
-        """Requests at the same time; conversations take turns."""
-        return 1 if self.turns > 1 else self.clients
+        """Requests at the same time."""
+        return self.clients if self.together or self.turns == 1 else 1
 
 
 ONE = [Scenario("one client", n, 64) for n in (512, 7168, 28672)]
 CLIENTS = Scenario("clients", 2048, 64, clients=8)
 CONVERSATIONS = [Scenario("conversations", n, 32, clients=4, turns=2) for n in (7168, 24576)]
 SCENARIOS = [*ONE, CLIENTS, *CONVERSATIONS]
+ON_GPU = [
+    Scenario("one client", 131072, 64),
+    Scenario("conversations", 32768, 64, clients=24, turns=2, together=True),
+]
 LIMITED = [ONE[-1], CLIENTS, CONVERSATIONS[-1]]
 QUICK_SCENARIOS = [
     Scenario("one client", 256, 16),
@@ -94,7 +102,11 @@ QUICK_SCENARIOS = [
 
 @dataclass
 class Answer:
-    """One request's: when its first token came, and how fast the others did."""
+    """One request's: when its first token came, and how fast the others did.
+
+    Attributes:
+        tokens: as its server counts them, or else as they are in its text.
+    """
 
     ttft_s: float
     seconds: float
@@ -110,15 +122,17 @@ class Answer:
 
 @dataclass
 class Memory:
-    """Bytes of a process tree: now, and the most that was seen.
+    """Bytes of a process tree, and of the GPU: now, and the most that was seen.
 
     Attributes:
+        gpu: of all processes; it takes a while to ask, so it is seen less often.
         private: anonymous and shared memory that no file backs, which cannot be given back.
     """
 
     rss: int = 0
     pss: int = 0
     private: int = 0
+    gpu: bool = False
     peak: dict[str, int] = field(default_factory=dict)
 
     def sample(self, root: psutil.Process) -> None:
@@ -129,6 +143,8 @@ class Memory:
                 for name, value in _memory_of(process.pid).items():
                     total[name] += value
         self.rss, self.pss, self.private = total["rss"], total["pss"], total["private"]
+        if self.gpu:
+            total["gpu"] = gpu_memory("used")
         self.peak = {name: max(x, self.peak.get(name, 0)) for name, x in total.items()}
 
 
@@ -152,7 +168,8 @@ class RunningServer:
 
     def __init__(self, peer: Peer, setting: Setting, limit_bytes: int | None) -> None:
         self.peer, self.limit_bytes, self.killed = peer, limit_bytes, False
-        self.memory, self.log = Memory(), setting.folder / "log.txt"
+        self.memory = Memory(gpu=setting.gpu_bytes is not None)
+        self.log = setting.folder / "log.txt"
         self.url = f"http://127.0.0.1:{setting.port}"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -258,7 +275,7 @@ def ask(
     body |= {"stream": True, **peer.fields}
     if session is not None and peer.session_field:
         body[peer.session_field] = session
-    start, first, text = time.perf_counter(), 0.0, []
+    start, first, text, tokens = time.perf_counter(), 0.0, [], 0
     url = f"{server.url}/v1/completions"
     try:
         with httpx.stream("POST", url, json=body, timeout=ANSWER_SECONDS) as response:
@@ -270,6 +287,7 @@ def ask(
                 said = json.loads(line.removeprefix("data:"))
                 if "error" in said:
                     return Refusal(_short(json.dumps(said["error"])))
+                tokens = (said.get("usage") or {}).get("completion_tokens", tokens)
                 if piece := "".join(choice.get("text") or "" for choice in said["choices"]):
                     first = first or time.perf_counter()
                     last = time.perf_counter()
@@ -278,20 +296,21 @@ def ask(
         return Refusal(_short(server.why() if server.killed else f"{type(error).__name__} {error}"))
     if not text:
         return Refusal("an answer without text")
-    return Answer(first - start, last - start, "".join(text))
+    return Answer(first - start, last - start, "".join(text), tokens)
 
 
 class Texts:
     """Real text by length, each of another place; the same for every server of a round."""
 
-    def __init__(self) -> None:
-        self._tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    def __init__(self, model: str = EMBEDDED_MODEL) -> None:
+        self._tokenizer = load_tokenizer(model)
         self._ids = self._tokenizer("\n\n".join(stdlib_paragraphs()), verbose=False)["input_ids"]
 
     def text(self, place: int, num_tokens: int) -> str:
         """`num_tokens` tokens of the place-th part of the text."""
-        start = place * 7919 % (len(self._ids) - num_tokens)
-        return str(self._tokenizer.decode(self._ids[start : start + num_tokens]))
+        ids = self._ids * (1 + num_tokens // len(self._ids))
+        start = place * 7919 % (len(ids) - num_tokens)
+        return str(self._tokenizer.decode(ids[start : start + num_tokens]))
 
     def count(self, text: str) -> int:
         """Tokens of a text."""
@@ -316,17 +335,24 @@ def requests(
         said = [x.text if isinstance(x, Answer) else "" for x in answers[-1]]
         prompts = [f"{x}{answer}\n\n{question}" for x, answer in zip(prompts, said, strict=True)]
     for answer in (x for of_turn in answers for x in of_turn if isinstance(x, Answer)):
-        answer.tokens = texts.count(answer.text)
+        answer.tokens = answer.tokens or texts.count(answer.text)
     return answers
 
 
 def measure(
-    peer: Peer, scenario: Scenario, texts: Texts, *, place: int, threads: int, limit: Limit | None
+    peer: Peer,
+    scenario: Scenario,
+    texts: Texts,
+    *,
+    place: int,
+    threads: int,
+    limit: Limit | None,
+    gpu_bytes: int | None = None,
 ) -> dict[str, Any]:
     """A row of the results: one server, started for one scenario."""
     row: dict[str, Any] = {"peer": peer.name, **asdict(scenario), "scenario": scenario.name}
     del row["name"]
-    row["limit_bytes"] = limit.bytes if limit else None
+    row |= {"limit_bytes": limit.bytes if limit else None, "gpu_bytes": gpu_bytes}
     with tempfile.TemporaryDirectory(prefix="offload-comparison-") as folder:
         setting = Setting(
             port=_free_port(),
@@ -336,6 +362,7 @@ def measure(
             sequences=scenario.at_once,
             kept=scenario.clients if scenario.turns > 1 else 0,
             memory_bytes=limit.told(peer) if limit else None,
+            gpu_bytes=gpu_bytes,
         )
         row["told_bytes"] = setting.memory_bytes
         with running(peer, setting, limit.bytes if limit else None) as server:
@@ -421,19 +448,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--unlimited", action="store_true", help="no run with less memory")
     parser.add_argument("--go-on", action="store_true", help="keep what others were measured at")
     parser.add_argument("--threads", type=int, default=available_cpus())
+    gpu = "run scenarios of a GPU, with so much of its memory for a server, such as 24GiB"
+    parser.add_argument("--gpu-memory", type=parse_size, metavar="SIZE", help=gpu)
+    parser.add_argument("--model", help="a folder, for the peers that read no GGUF")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers end with this process
     if options.quick:
         options.rounds, options.output = 1, options.output or ROOT / "perf" / "local"
-    run, peers, texts = Run(options), named(options.peers), Texts()
+    run, peers, texts = Run(options), named(options.peers), Texts(options.model or EMBEDDED_MODEL)
     scenarios = QUICK_SCENARIOS if options.quick else SCENARIOS
+    if options.gpu_memory is not None:
+        scenarios, options.unlimited = ON_GPU, True
+    if options.model:
+        use_model(options.model)
     limited = QUICK_SCENARIOS if options.quick else LIMITED
     if options.scenarios:
         scenarios = [x for x in scenarios if x.name in options.scenarios]
     if options.prompt_tokens:
         scenarios = [x for x in scenarios if x.prompt_tokens in options.prompt_tokens]
     settings = run.named("rounds", "threads", "quick") | {
-        "model": EMBEDDED_MODEL,
+        "model": options.model or EMBEDDED_MODEL,
         "limit_share": LIMIT_SHARE,
         "versions": {peer.name: version(peer) for peer in (PEERS if options.go_on else peers)},
     }
@@ -441,7 +475,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     before = (read_results(options.name) or {"rows": []})["rows"] if options.go_on else []
 
     def add(peer: Peer, scenario: Scenario, place: int, limit: Limit | None) -> None:
-        row = measure(peer, scenario, texts, place=place, threads=options.threads, limit=limit)
+        given = {"place": place, "threads": options.threads, "gpu_bytes": options.gpu_memory}
+        row = measure(peer, scenario, texts, **given, limit=limit)
         rows.append(row)
         run.say(_line(row))
         again = {_key(x) for x in rows}
@@ -452,7 +487,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         order = present[index % len(present) :] + present[: index % len(present)]
         for scenario in scenarios:
             for peer in order:
-                if scenario.context <= peer.positions:
+                if options.model or scenario.context <= peer.positions:
                     add(peer, scenario, 1000 * index, None)
     for scenario in (x for x in limited if x in scenarios and not options.unlimited):
         for peer in present:
@@ -463,7 +498,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What was measured."""
-    return row["peer"], row["scenario"], row["prompt_tokens"], row["limit_bytes"] is None
+    limited = row["limit_bytes"] is None, row.get("gpu_bytes")
+    return row["peer"], row["scenario"], row["prompt_tokens"], *limited
 
 
 def _is_of(row: dict[str, Any], scenario: Scenario) -> bool:

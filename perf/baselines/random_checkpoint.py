@@ -1,0 +1,48 @@
+"""A checkpoint of a known shape with random weights, which servers read as any other.
+
+    python -m perf.baselines.random_checkpoint llama-3.1-8b FOLDER
+
+Its vocabulary is the embedded model's, or that of a tokenizer which is in the folder already.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from offload.loading.embedded_package import EMBEDDED_MODEL
+from offload.loading.names import load_tokenizer
+from offload.models.shape import MODEL_SHAPES
+
+
+def write_checkpoint(shape_name: str, folder: Path, max_positions: int = 262144) -> None:
+    """In bfloat16; made on a GPU where there is one.
+
+    Raises:
+        KeyError: no shape has this name.
+    """
+    shape, has_tokenizer = MODEL_SHAPES[shape_name], (folder / "tokenizer.json").exists()
+    tokenizer = load_tokenizer(str(folder) if has_tokenizer else EMBEDDED_MODEL)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_qo_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        dtype=torch.bfloat16,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    write_checkpoint(sys.argv[1], Path(sys.argv[2]))

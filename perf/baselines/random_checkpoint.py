@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from offload.loading.embedded_package import EMBEDDED_MODEL
 from offload.loading.names import load_tokenizer
@@ -24,8 +24,8 @@ def write_checkpoint(shape_name: str, folder: Path, max_positions: int = 262144)
     Raises:
         KeyError: no shape has this name.
     """
-    shape, has_tokenizer = MODEL_SHAPES[shape_name], (folder / "tokenizer.json").exists()
-    tokenizer = load_tokenizer(str(folder) if has_tokenizer else EMBEDDED_MODEL)
+    shape, has_one = MODEL_SHAPES[shape_name], (folder / "tokenizer.json").exists()
+    tokenizer = AutoTokenizer.from_pretrained(folder) if has_one else load_tokenizer(EMBEDDED_MODEL)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden_size,

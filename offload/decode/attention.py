@@ -201,6 +201,10 @@ class DecodeAttention(NativeAttention):
         self.states.serve(self._selecting_layers(heads), self._estimating_layers(heads))
         self._count_heads(heads, gathered)
 
+    def expect_on_device(self, heads: npt.NDArray[np.bool_]) -> None:
+        """Steps to come leave `heads` [num_layers, num_kv_heads] to a device."""
+        self.states.expect(self._selecting_layers(heads), self._estimating_layers(heads))
+
     def _selecting_layers(self, elsewhere: npt.NDArray[np.bool_] | None = None) -> frozenset[int]:
         """Layers with heads, but those of `elsewhere` [num_layers, num_kv_heads], in which
         the policy selects."""

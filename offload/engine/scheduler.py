@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -23,7 +24,7 @@ _LEAST = {_ALONE: 512, _WAITED: 32, _PAUSED: 32}
 # 7,168 tokens: slices of 0.45 s 305 to 366 tokens/s, of 1.8 s 510), and others decode, and short
 # prompts that come are read, between the layers; on a GPU these wait.
 _SECONDS = {_ALONE: 12.0, _WAITED: 1.0, _PAUSED: 12.0}
-_SECONDS_ON_GPU = {_ALONE: 3.0, _WAITED: 1.0, _PAUSED: 2.0}
+_SECONDS_ON_GPU = {_ALONE: 6.0, _WAITED: 1.0, _PAUSED: 2.0}
 # A slice has at least such a share of the tokens before, or to bring these would be most of its
 # time; on a GPU, which reads its weights for each, it has at least so many.
 _SHARE, _LEAST_ON_GPU = 1 / 16, 512
@@ -307,7 +308,7 @@ class Scheduler:
         if self.reading and self._kind != _WAITED:
             longest = max(request.num_read for request in self.reading[: 1 + _LOOKED_THROUGH])
             share = int(_SHARE * longest)
-            whole = min(max(whole, share), self.most_slice_tokens)
+            whole = self._rounded(max(whole, share))
         self._whole = whole
         corrected = self._corrected_in(whole // 2 if self.reading else whole)
         if not self.reading:
@@ -400,8 +401,14 @@ class Scheduler:
         # A prompt's end says little, and so does more than that behind a long one.
         if size // 2 <= num_tokens <= size:
             size = int(size * min(_GROWTH[kind], max(0.5, wanted / (seconds - within))))
-            self._sizes[kind] = min(self.most_slice_tokens, max(self._least[kind], size))
+            self._sizes[kind] = self._rounded(max(self._least[kind], size))
         self.owes(seconds)
+
+    def _rounded(self, size: int) -> int:
+        """On a GPU to a power of two, of which attention is twice as fast as of other slices."""
+        if self._reads_on_gpu:
+            size = 1 << round(math.log2(size))
+        return min(self.most_slice_tokens, size)
 
     def was_decoded(self, seconds: float) -> None:
         """A step took so long."""

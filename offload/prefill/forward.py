@@ -184,10 +184,16 @@ def _find_room(
     while True:
         available = available_bytes(device, budget_bytes)
         try:
-            return check_fits(memory, available, already_there=memory.hidden_bytes)  # embeddings
+            check_fits(memory, available, already_there=memory.hidden_bytes)  # embeddings
+            break
         except DeviceMemoryError as error:
             if give_back is None or not give_back(error):
                 raise
+    # Slices behind more and more tokens leave free pieces that are too small for the next.
+    held = torch.cuda.memory_reserved(device)
+    if budget_bytes is not None and held + memory.total_bytes > budget_bytes:
+        with CAPTURING:
+            torch.cuda.empty_cache()
 
 
 def _write_kv(

@@ -61,7 +61,7 @@ class PrefillBuild:
 
         Its queries have been recorded by now.
         """
-        if seq not in self._layers or layer_idx not in self._states.layers:
+        if seq not in self._layers or layer_idx not in self._states.built_layers:
             return
         start = time.perf_counter()
         kv_len = self._kv_lens[seq]

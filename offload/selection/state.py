@@ -12,6 +12,7 @@ goes back to them, and the rows that stay have to be attended again.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
@@ -34,6 +35,8 @@ from offload.selection.state_bytes import StateBytes, held_bytes
 from offload.system.map_in_threads import map_in_threads
 from offload.system.torch_threads import torch_threads
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["DraftRows", "PolicyStates", "capacity_for"]
 
 
@@ -48,6 +51,7 @@ class PolicyStates:
 
     Attributes:
         bytes: how many of them it takes.
+        device: which builds instead of the host, where it can and has room; None: there is none.
         unasked: sequences that attend to all of their tokens meanwhile: nothing is built of them.
     """
 
@@ -77,23 +81,40 @@ class PolicyStates:
         if self.has_arrays:
             store.ledger.add("what the policy keeps", lambda: self.held_bytes)
         self.unasked: Set[int] = frozenset()
+        self.device: torch.device | None = None
+        self._serving = self._with_arrays(layers, estimating)
         self.bytes = StateBytes(
             policy,
             self._state,
             store,
             layer_heads=layer_heads,
-            layers=self._with_arrays(layers, estimating),
+            layers=self._serving,
         )
 
     @property
     def layers(self) -> frozenset[int]:
         """Which layers have arrays."""
+        return self._serving
+
+    @property
+    def built_layers(self) -> frozenset[int]:
+        """Which layers of a prompt have arrays: those of a placement to come, too."""
         return self.bytes.layers
 
     def serve(self, asking: frozenset[int], estimating: frozenset[int]) -> None:
         """Which layers ask the policy and which estimate the rest from now on: some of those that
         ever may, between passes. What that takes is built when it is next needed."""
-        self.bytes.layers = self._with_arrays(asking, estimating)
+        self._serving = self.bytes.layers = self._with_arrays(asking, estimating)
+
+    def expect(self, asking: frozenset[int], estimating: frozenset[int]) -> None:
+        """Which layers will, besides, as soon as steps of another placement are there. Prompts are
+        built for both: later their keys would have to come back from the host."""
+        if self._estimate is not None:
+            asking, estimating = (
+                asking | self._estimate.asking,
+                estimating | self._estimate.estimating,
+            )
+        self.bytes.layers = self._serving | self._with_arrays(asking, estimating)
 
     def _with_arrays(self, asking: frozenset[int], estimating: frozenset[int]) -> frozenset[int]:
         if self._estimate is None:
@@ -262,7 +283,7 @@ class PolicyStates:
                 for i, old in enumerate(arrays.layers)
             ]
             arrays = known.arrays = self._layer_arrays(layers, capacity)
-        if arrays is None or arrays.built != self.layers:
+        if arrays is None or not self._is_built(arrays):
             if num_tokens is None:
                 num_tokens = max(self._store.kv_len(seq), kv_len - 1)
             arrays = self._build(seq, kv_len, num_tokens)
@@ -273,9 +294,12 @@ class PolicyStates:
         if not self.has_arrays or kv_len <= self.policy.dense_tokens:
             return True
         arrays = self._known[seq].arrays
-        if arrays is None or arrays.built != self.layers:
+        if arrays is None or not self._is_built(arrays):
             return False
         return kv_len <= arrays.capacity_tokens
+
+    def _is_built(self, arrays: LayerArrays) -> bool:
+        return self.layers <= arrays.built <= self.built_layers
 
     def record_queries(self, seq: int, layer_idx: int, queries: Tensor, kv_len: int) -> None:
         """Keep `queries` [num_qo_heads, n, head_dim] of the last n of `kv_len` tokens."""
@@ -453,12 +477,9 @@ class PolicyStates:
     def install(
         self, seq: int, layers: Mapping[int, State], kv_len: int, capacity: int | None = None
     ) -> LayerArrays:
-        """Take the arrays of all layers that ask the policy, as `build_context` has it."""
+        """Take the arrays of all layers that have some, as `build_context` has it."""
         known = self._known[seq]
-        arrays = [
-            layers[layer_idx] if layer_idx in self.layers else {}
-            for layer_idx in range(self._store.num_layers)
-        ]
+        arrays = [layers.get(layer_idx, {}) for layer_idx in range(self._store.num_layers)]
         installed = self._layer_arrays(arrays, capacity or self.bytes.capacity(kv_len))
         known.arrays = installed
         queries, known.queries = known.queries, None
@@ -482,13 +503,27 @@ class PolicyStates:
                 known.queries = {
                     layer_idx: self._no_queries(layer_idx) for layer_idx in self.layers
                 }
-        layers = {}
+        layers, device = {}, self.device if self.builds_on_device else None
         for layer_idx in sorted(self.layers):
             layers[layer_idx] = there[layer_idx]
-            if not there[layer_idx]:
-                keys, values = self._store.gather(seq, layer_idx, 0, num_tokens)
-                context = self.build_context(seq, layer_idx, keys, values, kv_len, capacity)
-                layers[layer_idx] = self._state.build(context)
+            if there[layer_idx]:
+                continue
+            keys, values = self._store.gather(seq, layer_idx, 0, num_tokens)
+            if device is not None:
+                try:
+                    rows = keys.to(device), values.to(device)
+                    context = self.build_context(seq, layer_idx, *rows, kv_len, capacity)
+                    made = self.build_on_device(context)
+                    torch.cuda.current_stream(device).synchronize()
+                    layers[layer_idx] = made()
+                    continue
+                except torch.OutOfMemoryError as error:
+                    logger.debug(
+                        "layer %d of a sequence is built on the host: %s", layer_idx, error
+                    )
+                    device = None
+            context = self.build_context(seq, layer_idx, keys, values, kv_len, capacity)
+            layers[layer_idx] = self._state.build(context)
         return self.install(seq, layers, kv_len, capacity)
 
     def _change(self, known: Remembered, change: Callable[[int, State, int], bool], n: int) -> None:

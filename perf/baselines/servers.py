@@ -174,7 +174,7 @@ def _vllm(setting: Setting) -> list[str]:
         share = setting.gpu_bytes / gpu_memory("total")
         given += ["--gpu-memory-utilization", f"{min(0.92, share):.4f}"]
         if share < 0.9:
-            given += ["--kv-offloading-size", str(math.ceil(1.1 * setting.kv_bytes / 2**30))]
+            given += ["--kv-offloading-size", str(math.ceil(setting.kv_bytes / 2**30))]
     return given
 
 

@@ -84,6 +84,7 @@ class DeviceDecoder(SequencePart):
             sinks=[None if x is None else x.cpu() for x in model.sinks],  # of what it answers alone
             make_compression=make_compression,
         )
+        self.attention.states.device = device if device.type == "cuda" else None
         self._weights = weights = DeviceWeights.of(model)
         self.placed = PlacedHeads(
             model,

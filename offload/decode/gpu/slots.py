@@ -280,6 +280,7 @@ class Slots:
 
         with shielded():  # the thread that was started is ours
             self.aside = StepsAside(wanted, make, capture, self._captured.device)
+        self._captured.attention.expect_on_device(wanted.on_device)
         self.aside.wait_for_buffers()  # a prefill counts what is free
 
     def _serve_expected(self, steps: PreparedSteps, placement: HeadPlacement) -> bool:

@@ -409,6 +409,8 @@ def _read_pages(
         shape = _kept_shape(store, layer_idx, end - first)
         row.check(f"kv.{layer_idx}", dtype, shape)
         data = yield from row.reader.read_in_parts(f"{row.row}.kv.{layer_idx}")
+        if not len(data):
+            continue
         rows = torch.from_numpy(data).view(dtype).view(shape)[:, :, : stop - first]
         parts = rows.transpose(1, 2).unbind()
         with torch_threads(1):  # copies are small: with more they would wait for each other

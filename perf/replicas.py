@@ -4,12 +4,14 @@
 
 Sessions come back after a pause of random length, each to the replica that a consistent-hash ring
 of 100 points a replica names, as Ray Serve's router does. In the middle a rolling update takes a
-fifth of the replicas at a time, as Ray does; their sessions are restored from the shared folder.
+fifth of the replicas at a time, as Ray does; their sessions are restored from the shared folder. A
+turn writes what no part of its session's file has yet.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,7 @@ from perf.results_file import Run, read_results, script_options
 _MODEL = "smollm2-135m-instruct"
 _POINTS, _WAVES, _SLOTS = 100, 5, 8  # of Ray: points on the ring, parts of an update; requests
 _NEW, _ANSWER, _MOST = 128, 64, 4096  # tokens a turn brings, and answers; then a session ends
+_PART_BYTES = 16 * 2**20  # as of `offload/runtime/saving.py`
 _SESSIONS, _PAUSE_S = 16, 60.0  # a replica's, and between an answer and the next turn
 
 
@@ -89,6 +92,7 @@ def simulate(times: dict[str, float], replicas: int, seconds: float) -> dict[str
     places.append(_places(points, owners, keys))
     slots = [[0.0] * _SLOTS for _ in range(replicas)]
     last, tokens, saved = places[0].copy(), rng.integers(0, _MOST, number), np.zeros(number)
+    in_parts = tokens - tokens % math.ceil(_PART_BYTES / times["bytes_per_token"])
     written, read = np.zeros(int(seconds) + 600), np.zeros(int(seconds) + 600)
     waits: tuple[list[float], list[float]] = ([], [])
     moved = stale = 0
@@ -110,7 +114,11 @@ def simulate(times: dict[str, float], replicas: int, seconds: float) -> dict[str
         ended = first + _ANSWER * times["decode_step_s"]
         heapq.heappush(slots[replica], ended)
         tokens[session] = (tokens[session] + _NEW + _ANSWER) % _MOST
-        size = float(tokens[session]) * times["bytes_per_token"]
+        if tokens[session] < in_parts[session]:  # it has begun anew
+            in_parts[session] = 0
+        size = float(tokens[session] - in_parts[session]) * times["bytes_per_token"]
+        if size >= _PART_BYTES:
+            in_parts[session] = tokens[session]
         saved[session] = ended + size / times["save_bytes_per_s"]
         written[int(ended)] += size
         waits[begins[1] <= now].append(first - now)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from offload.engine.request import Request
+from offload.runtime.file_parts import FilePart
 from offload.runtime.runtime import Runtime
 from offload.runtime.saving import file_of, read_in_parts
 
@@ -20,6 +21,7 @@ class Preempted:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._on_disk: dict[Request, tuple[FilePart, ...]] = {}  # of sessions, which stay so
 
     def save(self, request: Request) -> None:
         """Take a request's sequence out of memory.
@@ -31,6 +33,7 @@ class Preempted:
         assert request.seq is not None
         for _ in file_of(sequences, [request.seq]).write(self._path(request)):
             pass
+        self._on_disk[request] = sequences.on_disk.parts(request.seq)
         sequences.free([request.seq])
         request.seq, request.is_preempted = None, True
 
@@ -45,10 +48,12 @@ class Preempted:
             self._runtime.sequences, self._path(request), most_tokens
         )
         request.seq, request.is_preempted = row.seq, False
+        self._runtime.sequences.on_disk.note(row.seq, self._on_disk[request])
         self.forget(request)
 
     def forget(self, request: Request) -> None:
         """It goes on, or has ended."""
+        self._on_disk.pop(request, None)
         if self._folder is not None:
             self._path(request).unlink(missing_ok=True)
 

@@ -1,17 +1,21 @@
-"""Saved sessions in a folder, one file each, by their ids."""
+"""Saved sessions in a folder, by their ids: a file of each, and parts of long ones beside it."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.runtime.saving import saved_rows
-from offload.system.checked_file import CheckedFile, CheckedReader
+from offload.runtime.file_parts import parts_of, session_of
+from offload.runtime.saving import SessionFiles, saved_rows, whole_file
+from offload.system.checked_file import CheckedReader
+from offload.system.errors import SessionMiss
 from offload.system.memory import format_bytes
 
 _SUFFIX = ".safetensors"
@@ -35,9 +39,10 @@ def check_session_id(session_id: object) -> str:
 
 @dataclass(frozen=True)
 class SavedSession:
-    """A file of the folder.
+    """A session of the folder.
 
     Attributes:
+        num_bytes: of its file and all parts.
         used: seconds since 1970.
     """
 
@@ -49,8 +54,11 @@ class SavedSession:
 class SessionFolder:
     """A folder, which is made if it is not there. Several processes may use one.
 
+    A part is written before the file that names it, and goes when no file names it any more.
+
     Args:
-        limit_bytes: of all files together: those not used for the longest time go. None: no limit.
+        limit_bytes: of all files together: sessions not used for the longest time go. None: no
+            limit.
     """
 
     def __init__(self, folder: str | Path, limit_bytes: int | None = None) -> None:
@@ -60,10 +68,7 @@ class SessionFolder:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._latest_ns = 0  # of all that was seen: the clock may be set back
         self.sessions()
-        for path in self.folder.glob(f".*{_SUFFIX}.*.tmp"):  # of processes that were killed
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
-                    path.unlink()
+        self._remove_abandoned()
 
     def path(self, session_id: str) -> Path:
         """Where a session is, if it is there.
@@ -76,27 +81,65 @@ class SessionFolder:
     def sessions(self) -> list[SavedSession]:
         """Those that are there, the one that was not used for the longest time first; none while
         the folder itself is gone."""
-        found, entries = list[SavedSession](), list[os.DirEntry[str]]()
+        found, entries = list[tuple[str, os.stat_result]](), list[os.DirEntry[str]]()
+        of_parts = defaultdict[str | None, int](int)
         with suppress(FileNotFoundError), os.scandir(self.folder) as scanned:
             entries += scanned
         for entry in entries:
             session_id = entry.name.removesuffix(_SUFFIX)
-            if entry.name.endswith(_SUFFIX) and _ID.fullmatch(session_id):
-                with suppress(OSError):  # gone meanwhile
+            with suppress(OSError):  # gone meanwhile
+                if entry.name.endswith(_SUFFIX) and _ID.fullmatch(session_id):
                     status = entry.stat()
                     self._latest_ns = max(self._latest_ns, status.st_mtime_ns)
-                    found.append(SavedSession(session_id, status.st_size, status.st_mtime))
-        return sorted(found, key=lambda each: (each.used, each.session_id))
+                    found.append((session_id, status))
+                elif (owner := session_of(entry.name)) is not None:
+                    of_parts[owner] += entry.stat().st_size
+        sessions = [
+            SavedSession(session_id, status.st_size + of_parts[session_id], status.st_mtime)
+            for session_id, status in found
+        ]
+        return sorted(sessions, key=lambda each: (each.used, each.session_id))
 
-    def write(self, session_id: str, file: CheckedFile) -> Iterator[None]:
-        """Write a session in steps, as `CheckedFile.write`.
+    def part_names(self, session_id: str) -> list[str]:
+        """Those of the session's own parts that its file names, and that are there.
+
+        Raises:
+            SessionMiss: the file is damaged, or not there.
+        """
+        with CheckedReader(self.path(session_id)) as reader:
+            saved_rows(reader)  # another format might name them in another way
+            names = [part.name for part in parts_of(reader)]
+        own = [name for name in names if session_of(name) == session_id]
+        return [name for name in own if (self.folder / name).exists()]
+
+    def write(self, session_id: str, files: SessionFiles) -> Iterator[None]:
+        """Write a session in steps, as `CheckedFile.write`. It is as it was until the last.
 
         Raises:
             OSError: as of any writing, and where it is larger than the limit.
         """
-        path = self.path(session_id)
-        self._make_room(session_id, file.num_bytes)
-        yield from file.write(path)
+        path, before = self.path(session_id), list[str]()
+        with suppress(SessionMiss):
+            before = self.part_names(session_id)
+        names = [part.name for part in files.parts]
+        there = names[:-1] if files.new else names
+        num_bytes = files.file.num_bytes + (files.new.num_bytes if files.new else 0)
+        self._make_room(session_id, num_bytes + sum(map(self._size, there)))
+        try:
+            if files.new is not None:
+                yield from files.new.write(self.folder / names[-1])
+            yield from files.file.write(path)
+        except BaseException:
+            with suppress(SessionMiss):
+                before = self.part_names(session_id)
+            if files.new is not None and names[-1] not in before:
+                self._unlink(names[-1])
+            raise
+        for name in {*before} - {*names}:
+            self._unlink(name)
+        for name in names:  # others may have written or removed the session meanwhile
+            if not (self.folder / name).exists():
+                raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder / name))
         self.touch(session_id)
 
     def touch(self, session_id: str) -> None:
@@ -118,6 +161,8 @@ class SessionFolder:
         except FileNotFoundError:
             message = f"there is no session {session_id!r} in {self.folder}"
             raise FileNotFoundError(message) from None
+        for name in self._parts_there(session_id):
+            self._unlink(name)
 
     def num_tokens(self, session_id: str) -> int:
         """By the file's header.
@@ -129,24 +174,24 @@ class SessionFolder:
             return sum(int(row["kv_len"]) for row in saved_rows(reader))
 
     def export(self, session_id: str, to: Path) -> None:
-        """Copy a session out of the folder, once it is sure that it is whole.
+        """Copy a session out of the folder, into one file, once it is sure that it is whole.
 
         Raises:
             SessionMiss: it is damaged, or not there. OSError: `to` cannot be written.
         """
-        _copy(self.path(session_id), to)
+        with CheckedReader(self.path(session_id)) as reader:
+            for _ in whole_file(reader).write(to):
+                pass
 
     def import_(self, source: Path, session_id: str) -> None:
-        """Copy a session into the folder.
+        """Copy a session into the folder, as one file.
 
         Raises:
             SessionMiss: it is damaged, or none. OSError: there is no room.
         """
-        path = self.path(session_id)
         with CheckedReader(source) as reader:
-            self._make_room(session_id, reader.num_bytes)
-        _copy(source, path)
-        self.touch(session_id)
+            for _ in self.write(session_id, SessionFiles(whole_file(reader))):
+                pass
 
     def _make_room(self, session_id: str, num_bytes: int) -> None:
         """Let a file of so many bytes be written in the place of a session's."""
@@ -162,12 +207,41 @@ class SessionFolder:
         for each in others:
             if total <= self._limit_bytes:
                 break
-            self.path(each.session_id).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                self.remove(each.session_id)
             total -= each.num_bytes
 
+    def _remove_abandoned(self) -> None:
+        """What processes that were killed have left: files aside, and parts that no file names."""
+        of_sessions = defaultdict[str | None, list[str]](list)
+        for pattern in (f".*{_SUFFIX}.*.tmp", ".*.part.*.tmp", "*.part"):
+            for path in self.folder.glob(pattern):
+                with suppress(OSError):
+                    if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                        of_sessions[session_of(path.name)].append(path.name)
+                        if path.name.endswith(".tmp"):
+                            path.unlink()
+        of_sessions.pop(None, None)
+        for session_id, names in of_sessions.items():
+            named = list[str]()
+            try:
+                named = self.part_names(str(session_id))
+            except SessionMiss:
+                if self.path(str(session_id)).exists():  # it may be of another version
+                    continue
+            for name in {*names} - {*named}:
+                self._unlink(name)
 
-def _copy(source: Path, to: Path) -> None:
-    with CheckedReader(source) as reader:
-        saved_rows(reader)
-        for _ in reader.copy().write(to):
-            pass
+    def _parts_there(self, session_id: str) -> list[str]:
+        """All parts of a session, whether its file names them or not."""
+        names = [path.name for path in self.folder.glob(f"{session_id}.*.part")]
+        return [name for name in names if session_of(name) == session_id]
+
+    def _size(self, name: str) -> int:
+        with suppress(OSError):
+            return (self.folder / name).stat().st_size
+        return 0
+
+    def _unlink(self, name: str) -> None:
+        with suppress(OSError):
+            (self.folder / name).unlink()

@@ -16,7 +16,7 @@ from offload.engine.prefix_tree import num_equal
 from offload.engine.request import Request
 from offload.engine.session_folder import SessionFolder, check_session_id
 from offload.runtime.runtime import Runtime
-from offload.runtime.saving import file_of, read_in_parts
+from offload.runtime.saving import SessionFiles, read_in_parts, session_files
 from offload.system.errors import SessionMiss
 
 __all__ = ["SessionInUseError", "Sessions", "check_session_id"]
@@ -115,7 +115,8 @@ class Sessions:
             raise ValueError(f"host_limit_bytes must not be negative, got {host_limit_bytes}")
         self._given_limit_bytes = host_limit_bytes
         self._in_memory: dict[str, _Session] = {}  # the least recently used first
-        self._running: tuple[_Session, Iterator[None]] | None = None  # what is being written
+        # What is being written.
+        self._running: tuple[_Session, SessionFiles, Iterator[None]] | None = None
 
     def open(self, runtime: Runtime) -> None:
         """Be those of an engine, from now on.
@@ -241,12 +242,13 @@ class Sessions:
         Raises:
             ValueError: as `check_session_id`.
         """
-        path, session = self.folder.path(session_id), self._in_memory.pop(session_id, None)
+        check_session_id(session_id)
+        session = self._in_memory.pop(session_id, None)
         if session is not None:
             self._give_up_writing(session)
             self._runtime.sequences.free([session.seq])
         try:
-            path.unlink()
+            self.folder.remove(session_id)
         except FileNotFoundError:
             return session is not None
         return True
@@ -324,14 +326,24 @@ class Sessions:
         if self._running is None or self._running[0] is not session:
             if self._running is not None:
                 self._give_up_writing(self._running[0])
-            tokens = [session.tokens]
-            sequences, fingerprint = self._runtime.sequences, self._fingerprint
-            file = file_of(sequences, [session.seq], tokens, fingerprint=fingerprint)
-            self._running = session, self.folder.write(session_id, file)
+            names = list[str]()
+            with suppress(SessionMiss):
+                names = self.folder.part_names(session_id)
+            files = session_files(
+                self._runtime.sequences,
+                session.seq,
+                session.tokens,
+                session_id,
+                names,
+                self._fingerprint,
+            )
+            self._running = session, files, self.folder.write(session_id, files)
+        _, files, steps = self._running
         try:
-            next(self._running[1])
+            next(steps)
             return
         except StopIteration:
+            self._runtime.sequences.on_disk.note(session.seq, files.parts)
             self.stats.saved += 1
         except Exception as error:
             level = logging.DEBUG if session.retries else logging.WARNING
@@ -345,7 +357,7 @@ class Sessions:
 
     def _give_up_writing(self, session: _Session) -> None:
         if self._running is not None and self._running[0] is session:
-            self._running[1].close()  # type: ignore[attr-defined]
+            self._running[2].close()  # type: ignore[attr-defined]
             self._running = None
 
     def _bytes_of(self, seq: int) -> int:

@@ -185,6 +185,10 @@ class KVStore:
         """(num_kv_heads, head_dim) of a layer."""
         return self._heads[layer_idx]
 
+    def has_window(self, layer_idx: int) -> bool:
+        """Whether a layer loses its first tokens."""
+        return self._windows is not None and bool(self._windows[layer_idx])
+
     @property
     def page_bytes(self) -> int:
         """Bytes of one page: page_tokens tokens of one row of a page table."""

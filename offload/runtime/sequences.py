@@ -23,6 +23,7 @@ from offload.runtime.correcting import (
     RunningCorrection,
     SparseTokens,
 )
+from offload.runtime.file_parts import RowsOnDisk
 from offload.runtime.policy_part import PolicyPart
 from offload.runtime.run_lock import RunLock
 from offload.runtime.stats import OffloadStats
@@ -51,6 +52,7 @@ class Sequences:
         parts: all that has state of a sequence, but for the store.
         run_lock: which the caller has, except for `free_later` and `collect_if_idle`.
         background: what is corrected beside decode steps.
+        on_disk: which tokens are in parts of a session's file.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class Sequences:
         self.background = Background(self.free)
         self._has_ranks, self.fingerprint = has_ranks, fingerprint
         self.run_lock = RunLock()
-        parts = PolicyPart(attention), compression, corrections, decoder, self.background
+        self.on_disk = RowsOnDisk(store)
+        policy = PolicyPart(attention)
+        parts = policy, compression, corrections, decoder, self.background, self.on_disk
         self.parts: list[SequencePart] = [part for part in parts if part is not None]
 
     @property
@@ -185,6 +189,7 @@ class Sequences:
                     self.free([copy])
                     self.corrections.note_corrected(seq, num_tokens)
                     self._decoder.rebase(seq, first, seq)
+                    self.on_disk.rebase(seq, first, seq)
                     try:
                         self.states.revise(seq, first)
                     except BaseException:
@@ -223,6 +228,7 @@ class Sequences:
             for seq, num_new in zip(seqs, num_new_tokens, strict=True):
                 if self.compression.needs_room(seq, num_new):
                     self._decoder.forget(seq)
+                    self.on_disk.forget(seq)
                     num_slots, bound = self.store.kv_len(seq), self.compression.bound
                     self.compression.condense(seq, exposed)
                     newest = self.compression.newest_query(seq)

@@ -144,6 +144,7 @@ class CheckedReader:
     """Reads a file that `CheckedFile` has written.
 
     Attributes:
+        path: of the file.
         metadata: of the header.
         tensors: of each its dtype, as safetensors names it, and its shape.
 
@@ -159,7 +160,7 @@ class CheckedReader:
             raise SessionMiss(f"there is no {path}") from None
         except (OSError, ValueError) as error:
             raise SessionMiss(f"{path} cannot be read: {error}") from None
-        self._path, self._descriptor = path, descriptor
+        self.path, self._descriptor = path, descriptor
         try:
             self._read_header()
         except BaseException:
@@ -209,14 +210,13 @@ class CheckedReader:
             raise self._miss(f"{name} is of bfloat16")
         return self.read(name).view(np.dtype(dtype)).reshape(shape)
 
-    def copy(self) -> CheckedFile:
-        """The same file, whose tensors are read, and so checked, when they are written."""
+    def entries(self) -> list[Entry]:
+        """The tensors, which are read, and so checked, when they are written."""
         names = {code: name for name, code in _NAMES.items()}
-        entries = [
+        return [
             Entry(name, names[code], shape, partial(self.read, name))
             for name, (code, shape) in self.tensors.items()
         ]
-        return CheckedFile(self.metadata, entries)
 
     def _read_header(self) -> None:
         status = os.fstat(self._descriptor)
@@ -274,7 +274,7 @@ class CheckedReader:
             done += read
 
     def _miss(self, reason: str) -> SessionMiss:
-        return SessionMiss(f"{self._path}: {reason}")
+        return SessionMiss(f"{self.path}: {reason}")
 
 
 def bytes_of(array: npt.NDArray[Any] | torch.Tensor) -> Bytes:

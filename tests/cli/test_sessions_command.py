@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from offload.cli import app
 from offload.engine.session_folder import SessionFolder
-from offload.runtime.saving import FORMAT
+from offload.runtime.saving import FORMAT, SessionFiles
 from offload.system.checked_file import CheckedFile, Entry
 
 
@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     metadata = {"format": FORMAT, "rows": json.dumps([{"kv_len": 7}])}
     for session_id in ("first", "second"):
         file = CheckedFile(metadata, [Entry.of("0.kv.0", np.arange(7))])
-        for _ in made.write(session_id, file):
+        for _ in made.write(session_id, SessionFiles(file)):
             pass
     return made.folder
 

@@ -55,8 +55,8 @@ def test_full_attention_gives_the_stock_tokens(
         model = load(tiny_folders[model_name], "full", backend)
     for prompt_tokens in (1, 3, 70, 150):
         tokens = random_tokens(1, prompt_tokens)
-        expected = greedy(stock_models[model_name], tokens, 40)
-        assert torch.equal(greedy(model, tokens, 40), expected)
+        expected = greedy(stock_models[model_name], tokens, 20)
+        assert torch.equal(greedy(model, tokens, 20), expected)
     assert model.kv_store.num_sequences == 0
 
 
@@ -65,7 +65,7 @@ def test_full_attention_gives_the_stock_tokens(
 )
 def test_a_policy_gives_the_tokens_of_the_cpu_backend(backend, name, loaded):
     """One prompt is beyond the budget, and one grows beyond it."""
-    for prompt_tokens, num_new in ((220, 60), (9, 110)):
+    for prompt_tokens, num_new in ((220, 20), (9, 80)):
         tokens = random_tokens(1, prompt_tokens)
         expected = greedy(loaded(name, ("cpu", None)), tokens, num_new)
         assert torch.equal(greedy(loaded(name, backend), tokens, num_new), expected)
@@ -75,9 +75,9 @@ def test_a_policy_gives_the_tokens_of_the_cpu_backend(backend, name, loaded):
 def test_rows_of_a_batch_do_not_see_each_other(backend, name, loaded):
     model = loaded(name, backend)
     tokens, mask, rows = padded_batch()
-    out = greedy(model, tokens, 50, attention_mask=mask)
+    out = greedy(model, tokens, 20, attention_mask=mask)
     for i, row in enumerate(rows):
-        assert torch.equal(out[i, 200:], greedy(model, row[None], 50)[0, len(row) :])
+        assert torch.equal(out[i, 200:], greedy(model, row[None], 20)[0, len(row) :])
 
 
 def test_sequences_join_and_leave(full_model, stock_models):

@@ -166,7 +166,7 @@ def check_each_step(model: Any) -> list[int]:
 def test_within_the_budget_it_is_full_attention(policy, backend, tiny_folders, stock_models):
     model = hot_model(tiny_folders["llama"], backend, policy, budget_tokens=256)
     tokens = random_tokens(1, 100, seed=3)
-    assert torch.equal(greedy(model, tokens, 40), greedy(stock_models["llama"], tokens, 40))
+    assert torch.equal(greedy(model, tokens, 20), greedy(stock_models["llama"], tokens, 20))
 
 
 @pytest.mark.parametrize("policy", slow_but(POLICIES, "lychee_cluster", "sketch"))
@@ -175,7 +175,7 @@ def test_rows_are_those_of_the_map(policy, backend, tiny_folders):
     model = hot_model(tiny_folders["llama"], backend, policy)
     tokens = random_tokens(2, 200, seed=4)
     counted = check_each_step(model)
-    greedy(model, tokens, 30)
+    greedy(model, tokens, 15)
     assert min(counted) > 0
     hits, misses = resident_of(model).hot.map.take_counts()
     assert hits > misses
@@ -192,10 +192,10 @@ def test_int8_rows(place, clusters, backend, tiny_folders):
     model = hot_model(tiny_folders["llama"], backend, large, **int8)
     tokens = random_tokens(1, 100, seed=3)
     cpu = load(tiny_folders["llama"], large, ("cpu", None), kv_dtype="int8")
-    assert torch.equal(greedy(model, tokens, 40), greedy(cpu, tokens, 40))
+    assert torch.equal(greedy(model, tokens, 20), greedy(cpu, tokens, 20))
     model = hot_model(tiny_folders["llama"], backend, little, **int8)
     counted = check_each_step(model)
-    greedy(model, random_tokens(2, 200, seed=4), 30)
+    greedy(model, random_tokens(2, 200, seed=4), 15)
     assert min(counted) > 0
 
 
@@ -218,7 +218,7 @@ def test_what_is_not_hot_is_estimated(policy, backend, tiny_folders, stock_model
     large = replace(small(policy, 256), estimate_clusters=16)
     exact = hot_model(tiny_folders["llama"], backend, large, place=place)
     tokens = random_tokens(1, 100, seed=3)
-    assert torch.equal(greedy(exact, tokens, 40), greedy(stock_models["llama"], tokens, 40))
+    assert torch.equal(greedy(exact, tokens, 20), greedy(stock_models["llama"], tokens, 20))
 
 
 @pytest.mark.parametrize("clusters", slow_but([0, 16], 16))

@@ -61,7 +61,7 @@ def test_all_on_the_gpu_is_exact(
     decoder.place(whole(3))
     for prompt_tokens in (200, 30):
         tokens = random_tokens(2, prompt_tokens)
-        assert torch.equal(greedy(model, tokens, 40), greedy(full, tokens, 40))
+        assert torch.equal(greedy(model, tokens, 20), greedy(full, tokens, 20))
     assert not any(link.request_of for link in steps_of(model).links.values())
     assert model.offload_stats().policy_host_bytes == 0
     assert decoder.attention.states.num_bytes == 0
@@ -116,7 +116,7 @@ def test_whole_layers_are_dense_there(
     decoder.place(HeadPlacement(places))
     for prompt_tokens in (200, 30):
         tokens = random_tokens(1, prompt_tokens)
-        assert torch.equal(greedy(model, tokens, 40), greedy(like, tokens, 40))
+        assert torch.equal(greedy(model, tokens, 20), greedy(like, tokens, 20))
 
 
 @pytest.mark.parametrize("name", ["lfps", "lychee_cluster", "sketch", "per_head", "hard_kv"])

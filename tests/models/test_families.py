@@ -29,7 +29,7 @@ from offload.runtime.generic_loading import GenericRuntime
 from offload.runtime.modules_device import token_bytes
 
 NEW = sorted(set(LEAN_MODELS) - set(TINY_MODELS))
-NUM_NEW = 32
+NUM_NEW = 12
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -289,7 +289,7 @@ def test_on_a_gpu(
     if policy.selects:  # what is read again attends to all
         return
     cache.crop(-12)
-    again = greedy(model, expected[:1, :82], NUM_NEW - 21, past_key_values=cache)
+    again = greedy(model, expected[:1, :66], NUM_NEW - 5, past_key_values=cache)
     assert torch.equal(again, expected[:1])
 
 

@@ -27,7 +27,7 @@ from offload.policies.full import Full
 from offload.runtime.config import runtime_config
 from offload.runtime.host_experts import left_out_bytes, with_host_experts
 
-NUM_NEW, STEPS = 32, hot_experts._STEPS
+NUM_NEW, STEPS = 16, hot_experts._STEPS
 
 
 @pytest.mark.parametrize("backend", [INLINE, FLAGS, STREAM, GRAPH])

@@ -40,7 +40,7 @@ LEAN: dict[str, dict[str, Any]] = {
 }
 GENERIC = {"mistral3": {"sliding_window": 24}, "gemma4": {"hidden_size_per_layer_input": 8}}
 OPTIONS: dict[str, Any] = {"num_threads": 1, "page_tokens": 16, "max_memory": {"cpu": "1GiB"}}
-SETTINGS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+SETTINGS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
 
 def whole(types: str, changes: dict[str, Any]) -> Any:

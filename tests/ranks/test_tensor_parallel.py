@@ -65,8 +65,8 @@ def uneven_folder(tmp_path_factory):
 def tokens_of(
     ranks: Ranks, folder: Path, policy: str, tokens: torch.Tensor, **options: Any
 ) -> list[torch.Tensor]:
-    """40 greedy tokens behind a text, by each rank."""
-    sizes = {"input_ids": tokens, "max_new_tokens": 40}
+    """20 greedy tokens behind a text, by each rank."""
+    sizes = {"input_ids": tokens, "max_new_tokens": 20}
     return ranks.call("tokens_of", folder=folder, policy=policy, **sizes, **options)
 
 
@@ -81,7 +81,7 @@ def all_equal(results: list[torch.Tensor], expected: torch.Tensor) -> bool:
 def test_full_attention_gives_the_stock_tokens(name, device, ranks, tiny_folders, stock_models):
     for prompt_tokens in (3, 150):
         tokens = random_tokens(1, prompt_tokens)
-        expected = greedy(stock_models[name], tokens, 40)
+        expected = greedy(stock_models[name], tokens, 20)
         got = tokens_of(ranks, tiny_folders[name], "full", tokens, load_options=device)
         assert all_equal(got, expected)
 
@@ -110,7 +110,7 @@ def test_int8_rows_of_ranks(policy, device, ranks, uneven_folder):
     got = tokens_of(
         ranks, uneven_folder, policy, tokens, load_options={"kv_dtype": "int8", **device}
     )
-    assert all_equal(got, greedy(one, tokens, 40))
+    assert all_equal(got, greedy(one, tokens, 20))
     facts = ranks.call("facts", folder=uneven_folder, kv_dtype="int8", **device)
     row_bytes = one.kv_store.format.row_bytes(one.kv_store.head_dim)
     for found, heads in zip(facts, (2, 1), strict=True):
@@ -127,7 +127,7 @@ def test_a_policy_gives_the_tokens_of_one_process(policy, device, ranks, tiny_fo
     tokens = random_tokens(1, 220)
     one = load(tiny_folders["llama"], small(policy), ("cpu", None))
     got = tokens_of(ranks, tiny_folders["llama"], policy, tokens, load_options=device)
-    assert all_equal(got, greedy(one, tokens, 40))
+    assert all_equal(got, greedy(one, tokens, 20))
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
@@ -143,10 +143,10 @@ def test_heads_that_do_not_divide(policy, device, ranks, uneven_folder):
     tokens, mask = random_tokens(3, 130), torch.ones(3, 130, dtype=torch.int64)
     mask[1, :90], mask[2, :3] = 0, 0
     one = load(uneven_folder, policy if policy == "full" else small(policy), ("cpu", None))
-    expected = greedy(one, tokens, 40, attention_mask=mask)
+    expected = greedy(one, tokens, 20, attention_mask=mask)
     if policy == "full":
         stock = AutoModelForCausalLM.from_pretrained(uneven_folder)
-        assert torch.equal(greedy(stock, tokens, 40, attention_mask=mask), expected)
+        assert torch.equal(greedy(stock, tokens, 20, attention_mask=mask), expected)
     got = tokens_of(ranks, uneven_folder, policy, tokens, load_options=device, attention_mask=mask)
     assert all_equal(got, expected)
 
@@ -225,7 +225,7 @@ def test_each_rank_keeps_the_hot_rows_of_its_heads(policy, ranks, tiny_folders, 
     got = tokens_of(
         ranks, folder, policy, tokens, load_options={"backend": "inline", "placement": str(path)}
     )
-    assert all_equal(got, greedy(one, tokens, 40))
+    assert all_equal(got, greedy(one, tokens, 20))
 
 
 def test_one_rank_makes_room_for_a_prompt(ranks: Ranks, tiny_folders: dict[str, Path]) -> None:

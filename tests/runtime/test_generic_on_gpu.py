@@ -69,7 +69,7 @@ def load(folder: Path, device: str, **options: Any) -> Any:
 
 
 def tokens(model: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> list[list[int]]:
-    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0} | options
+    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0} | options
     found = model.generate(input_ids=ids, attention_mask=mask, **settings)
     assert isinstance(found, torch.Tensor)
     return found.tolist()
@@ -323,7 +323,7 @@ def test_a_policy_of_a_cpu_alone_takes_no_steps(tmp_path: Path) -> None:
     sizes = {"budget_tokens": 24, "sink_tokens": 2, "recent_tokens": 4, "dense_until": 48}
     model = load(tmp_path, "cpu", policy=make_policy("exact_topk", **sizes))
     assert model._offload.steps is None
-    assert len(tokens(model, IDS, MASK)[0]) == 110
+    assert len(tokens(model, IDS, MASK)[0]) == 100
     model = load(tmp_path, "cpu")
     model._offload.close()
     model._offload.close_store()
@@ -488,7 +488,7 @@ def test_an_engine_and_the_command_line_on_a_gpu(folder: Path) -> None:
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["runs"][0]["new_tokens"] == 4
     half = load(folder, "cuda", dtype="bfloat16")
-    assert len(tokens(half, IDS, MASK)[0]) == 110
+    assert len(tokens(half, IDS, MASK)[0]) == 100
     with pytest.raises(DeviceMemoryError, match=r"raise max_memory=\{0: \.\.\.\}"):
         load(folder, "cuda", max_memory={0: "64MiB"})
 

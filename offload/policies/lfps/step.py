@@ -236,7 +236,9 @@ def observe(pointer: Any) -> None:
         return
     tokens = view_int32(offset_floats(ctx.indices, first), added)
     unit[SCALE] /= numbers.gamma
-    view_int32(state.added_tokens, sizes.added, ctx.unit)[:added] = tokens
+    copy = view_int32(state.added_tokens, sizes.added, ctx.unit)
+    for i in range(added):  # as a slice it took Numba seconds: the error of another shape
+        copy[i] = tokens[i]
     view_float64(state.units_before, num_states + 2, ctx.unit)[LAST_ADDED] = added
     for k in range(2):
         table, scale = table_of(state, sizes, ctx.unit, unit, k), np.float32(unit[SCALE])

@@ -109,7 +109,10 @@ def _note_header(ctx: Any) -> None:
     state = read_state(ctx.arrays)
     view_uint64(state.last_graft, 1, ctx.unit)[0] = ctx.kv_len
     words = HEADER_BYTES // 8
-    view_uint64(state.old_header, words, ctx.unit)[:] = view_uint64(state.header, words, ctx.unit)
+    old = view_uint64(state.old_header, words, ctx.unit)
+    header = view_uint64(state.header, words, ctx.unit)
+    for i in range(words):  # as a slice it took Numba seconds: the error of another shape
+        old[i] = header[i]
 
 
 @numba.njit

@@ -69,7 +69,9 @@ def enough_for_share(importance: Any, chosen: Any, first: Any, missing: Any) -> 
     while count < len(order) and total < missing:
         total += weights[order[count]]
         count += 1
-    chosen[:count] = np.sort(chosen[order[:count]])
+    kept = np.sort(chosen[order[:count]])
+    for i in range(count):  # as a slice it took Numba seconds: the error of another shape
+        chosen[i] = kept[i]
     return count
 
 

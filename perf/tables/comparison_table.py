@@ -73,6 +73,25 @@ def all_tables(result: dict[str, Any]) -> str:
     return "\n\n".join(x for x in made if x != NOT_MEASURED)
 
 
+def gpu_table(result: dict[str, Any]) -> str:
+    """One request, and conversations that come back, with so much of a GPU."""
+    columns: Columns = {
+        "server": "{peer}",
+        "of the GPU": _gib("gpu_bytes"),
+        "requests": "{clients} x {prompt_tokens:,} + {new_tokens}",
+        "first token": _seconds("ttft_s"),
+        "tokens/s of an answer": _value("tokens_per_second", ".1f"),
+        "all done": lambda row: f"{row['seconds']:.1f} s" if "seconds" in row else row["outcome"],
+        "peak of the GPU": _gib("peak_gpu_bytes"),
+        "peak RSS": _gib("peak_rss_bytes"),
+    }
+    settings = result["settings"]
+    known = [f"{name} {of}" for name, of in settings["versions"].items() if of]
+    text = f"{settings['threads']} threads. Versions: {'; '.join(known)}."
+    machine = machine_line(result["machine"], spreads=False)
+    return "\n\n".join([table(columns, result["rows"]), text, machine])
+
+
 def _of(result: dict[str, Any], scenario: str) -> list[Row]:
     """Rows of a scenario without a limit."""
     rows = result["rows"]
@@ -117,6 +136,10 @@ def _value(name: str, form: str) -> Callable[[Row], str]:
 
 def _mib(name: str) -> Callable[[Row], str]:
     return lambda row: "" if row.get(name) is None else f"{row[name] / 2**20:,.0f} MiB"
+
+
+def _gib(name: str) -> Callable[[Row], str]:
+    return lambda row: "" if row.get(name) is None else f"{row[name] / 2**30:,.1f} GiB"
 
 
 def _versions(result: dict[str, Any]) -> str:

@@ -120,7 +120,7 @@ class Steps:
         self._take_arrived()
         self._cancel()
         self.scheduler.admit(self._fits)
-        self._restore()
+        self._restore(_RESTORING_SECONDS if self.scheduler.running else math.inf)
         self._decode(1 if self.scheduler.keeps_waiting else _STEPS_IN_TURN)
         self._read()
         if self._sessions is not None:
@@ -195,9 +195,8 @@ class Steps:
                 return False
         return True
 
-    def _restore(self) -> None:
-        """Some of what is on disk; all of it, while no request decodes."""
-        seconds = _RESTORING_SECONDS if self.scheduler.running else math.inf
+    def _restore(self, seconds: float) -> None:
+        """Some of what is on disk, for so long and a piece more."""
         until = time.perf_counter() + seconds
         for request in [*self.scheduler.restoring]:
             assert request.restoring is not None
@@ -407,8 +406,18 @@ class Steps:
             self._decode()
             while self.scheduler.decodes_first:
                 self._decode()
-        if self._reads_others and len(own) == len(self._in_slice):  # it is not within another
-            self._read_within(own)
+        if len(own) == len(self._in_slice):  # it is not within another
+            self._restore_within()
+            if self._reads_others:
+                self._read_within(own)
+
+    def _restore_within(self) -> None:
+        """Sequences come back from disk between the layers, too: a slice takes as long as many of
+        their pieces. They have as much time as the slice has had."""
+        if self.scheduler.restoring and 2 * self._within_seconds <= self._slice_seconds():
+            began = self._slice_seconds()
+            self._restore(_RESTORING_SECONDS)
+            self._within_seconds += self._slice_seconds() - began
 
     def _read_within(self, own: Sequence[Request]) -> None:
         """Short prompts, also those that have come meanwhile, do not wait for a long one's end.

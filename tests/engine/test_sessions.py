@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.answers import answers_of_step
 from cases.inside import allow_host_bytes
 from cases.slowly import combinations
 from cases.tiny_models import random_tokens
@@ -22,6 +23,7 @@ from offload import Engine, OffloadedCache, OffloadedModel, RequestOutput, Sampl
 from offload.engine.scheduler import _LEAST
 from offload.engine.session_folder import SessionFolder
 from offload.engine.sessions import SessionInUseError, Sessions
+from offload.engine.steps import Steps
 from offload.policies.registry import make_policy
 from offload.runtime.saving import read_in_parts
 
@@ -324,6 +326,35 @@ def test_a_session_comes_back_while_others_decode(
         if not cancels:
             assert lengths["long"] > 20  # a part of the file in each step
             assert answer == wanted
+    engine.stop()
+
+
+def test_a_session_comes_back_between_the_layers_of_a_slice(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(model, sessions=Sessions(tmp_path, host_limit_bytes=0), prefix_caching=False)
+    wanted, others = ask(engine, PROMPT)[0], random_tokens(1, 450, seed=5)[0].tolist()
+    alone = ask(engine, others, None)[0]
+    monkeypatch.setattr("offload.system.checked_file._PIECE_BYTES", 4096)
+    monkeypatch.setattr("offload.engine.steps._RESTORING_SECONDS", 0.0)
+    restore, pieces = Steps._restore, list[bool]()
+
+    def restores(self: Steps, seconds: float) -> None:
+        if self.scheduler.restoring:
+            pieces.append(bool(self._in_slice))
+        restore(self, seconds)
+
+    monkeypatch.setattr(Steps, "_restore", restores)
+    engine.add_request(PROMPT[:40], replace(GREEDY, max_tokens=100), "decodes")
+    engine.step()
+    engine.add_request(others, GREEDY, "read")
+    engine.add_request(PROMPT, GREEDY, "back", session_id="s")
+    found: dict[str, list[int]] = {"decodes": [], "read": [], "back": []}
+    while engine.has_work:
+        answers_of_step(engine, found)
+    assert found["back"] == wanted
+    assert found["read"] == alone
+    assert any(pieces)
     engine.stop()
 
 

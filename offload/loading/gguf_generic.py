@@ -6,9 +6,11 @@ changes what is computed is here, and metadata that neither knows is refused.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -422,6 +424,19 @@ def _one_expert_after_the_other(header: GgufHeader, sources: tuple[str, ...]) ->
     return torch.arange(count).view(2, num_experts, -1).transpose(0, 1).flatten()
 
 
+@contextlib.contextmanager
+def _names_once() -> Iterator[None]:
+    """transformers makes the names of an architecture anew for each module of a model: seconds."""
+    import gguf
+
+    made = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = functools.cache(made)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = made
+
+
 def _of_processor(header: GgufHeader, architecture: str, empty: Any) -> dict[str, _Parameter]:
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
@@ -431,7 +446,8 @@ def _of_processor(header: GgufHeader, architecture: str, empty: Any) -> dict[str
 
     kind: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
     processor = kind(config=empty.config.to_dict())
-    names = get_gguf_hf_weights_map(empty, processor)
+    with _names_once():
+        names = get_gguf_hf_weights_map(empty, processor)
     if architecture == "gemma4":
         names |= gemma4_names(empty.config)
     sources: dict[str, list[str]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ _QWEN35: dict[str, Any] = {
         "mrope_interleaved": True,
     },
 }
-pytestmark = pytest.mark.usefixtures("cache", "names_once")
+pytestmark = pytest.mark.usefixtures("cache")
 _SIX = ["sliding_attention"] * 5 + ["full_attention"]
 _THREE = ["sliding_attention", "sliding_attention", "full_attention"]
 _GEMMA4: dict[str, Any] = {
@@ -99,15 +98,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen35moe": ("qwen3_5_moe_text", _QWEN35),
 }
 _PLUS_ONE = ("gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")
-
-
-get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
-
-
-@pytest.fixture
-def names_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers makes the map of an architecture anew for each module of a model."""
-    monkeypatch.setattr(gguf, "get_tensor_name_map", get_tensor_name_map)
 
 
 def quantised(values: Tensor, kind: str) -> Tensor:

@@ -401,7 +401,10 @@ class Scheduler:
         # A prompt's end says little, and so does more than that behind a long one.
         if size // 2 <= num_tokens <= size:
             size = int(size * min(_GROWTH[kind], max(0.5, wanted / (seconds - within))))
-            self._sizes[kind] = self._rounded(max(self._least[kind], size))
+            size = max(self._least[kind], size)
+            if kind != _WAITED:  # a growth of a quarter would be rounded away
+                size = self._rounded(size)
+            self._sizes[kind] = min(self.most_slice_tokens, size)
         self.owes(seconds)
 
     def _rounded(self, size: int) -> int:

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +110,7 @@ class SessionFolder:
             saved_rows(reader)  # another format might name them in another way
             names = [part.name for part in parts_of(reader)]
         own = [name for name in names if session_of(name) == session_id]
-        return [name for name in own if (self.folder / name).exists()]
+        return [name for name in own if os.path.exists(self.folder / name)]  # no OSError
 
     def write(self, session_id: str, files: SessionFiles) -> Iterator[None]:
         """Write a session in steps, as `CheckedFile.write`. It is as it was until the last.
@@ -156,13 +156,14 @@ class SessionFolder:
 
     def remove(self, session_id: str) -> None:
         """FileNotFoundError: it is not there."""
+        is_there = True
         try:
             self.path(session_id).unlink()
         except FileNotFoundError:
-            message = f"there is no session {session_id!r} in {self.folder}"
-            raise FileNotFoundError(message) from None
-        for name in self._parts_there(session_id):
-            self._unlink(name)
+            is_there = False
+        self._unlink_parts({session_id})  # which a crash may have left alone
+        if not is_there:
+            raise FileNotFoundError(f"there is no session {session_id!r} in {self.folder}")
 
     def num_tokens(self, session_id: str) -> int:
         """By the file's header.
@@ -203,13 +204,17 @@ class SessionFolder:
                 f"{format_bytes(self._limit_bytes)} of {self.folder}"
             )
         others = [each for each in self.sessions() if each.session_id != session_id]
-        total = num_bytes + sum(each.num_bytes for each in others)
-        for each in others:
-            if total <= self._limit_bytes:
-                break
-            with suppress(FileNotFoundError):
-                self.remove(each.session_id)
-            total -= each.num_bytes
+        total, gone = num_bytes + sum(each.num_bytes for each in others), set[str]()
+        try:
+            for each in others:
+                if total <= self._limit_bytes:
+                    break
+                self.path(each.session_id).unlink(missing_ok=True)
+                gone.add(each.session_id)
+                total -= each.num_bytes
+        finally:
+            if gone:
+                self._unlink_parts(gone)
 
     def _remove_abandoned(self) -> None:
         """What processes that were killed have left: files aside, and parts that no file names."""
@@ -232,10 +237,11 @@ class SessionFolder:
             for name in {*names} - {*named}:
                 self._unlink(name)
 
-    def _parts_there(self, session_id: str) -> list[str]:
-        """All parts of a session, whether its file names them or not."""
-        names = [path.name for path in self.folder.glob(f"{session_id}.*.part")]
-        return [name for name in names if session_of(name) == session_id]
+    def _unlink_parts(self, session_ids: Set[str]) -> None:
+        """All parts of some sessions, whether a file names them or not."""
+        for path in self.folder.glob("*.part"):  # once: the folder may have many files
+            if session_of(path.name) in session_ids:
+                self._unlink(path.name)
 
     def _size(self, name: str) -> int:
         with suppress(OSError):

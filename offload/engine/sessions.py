@@ -176,6 +176,7 @@ class Sessions:
             if not self.folder.path(session_id).exists():
                 self._miss(session_id, "a new one")
                 return
+        self.folder.touch(session_id)  # or it might be the first to go while it is read
         try:
             rows, _ = yield from read_in_parts(
                 self._runtime.sequences,

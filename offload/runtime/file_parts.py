@@ -14,7 +14,7 @@ from offload.kv.store import KVStore
 from offload.system.checked_file import CheckedReader
 from offload.system.errors import SessionMiss
 
-_NAME = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*)\.[0-9a-f]{16}\.part")
+_NAME = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,127})\.[0-9a-f]{16}\.part")
 
 
 @dataclass(frozen=True)

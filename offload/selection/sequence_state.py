@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +41,11 @@ class LayerArrays:
                 self.pointers[layer_idx] = layout.addresses(arrays)
         self.num_bytes = sum(array.nbytes for arrays in layers for array in arrays.values())
         self.built = frozenset(i for i, arrays in enumerate(layers) if arrays)
+
+    def only(self, layers: Set[int]) -> LayerArrays:
+        """The same arrays, of some of the layers."""
+        kept = [arrays if i in layers else {} for i, arrays in enumerate(self.layers)]
+        return LayerArrays(self._layout, kept, self.capacity_tokens)
 
     def copy(self, into: LayerArrays | None = None) -> LayerArrays:
         """A copy; in the memory of `into`, if it is as large."""

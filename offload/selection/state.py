@@ -82,6 +82,7 @@ class PolicyStates:
             store.ledger.add("what the policy keeps", lambda: self.held_bytes)
         self.unasked: Set[int] = frozenset()
         self.device: torch.device | None = None
+        self._served = layers, estimating
         self._serving = self._with_arrays(layers, estimating)
         self.bytes = StateBytes(
             policy,
@@ -104,17 +105,14 @@ class PolicyStates:
     def serve(self, asking: frozenset[int], estimating: frozenset[int]) -> None:
         """Which layers ask the policy and which estimate the rest from now on: some of those that
         ever may, between passes. What that takes is built when it is next needed."""
+        self._served = asking, estimating
         self._serving = self.bytes.layers = self._with_arrays(asking, estimating)
 
     def expect(self, asking: frozenset[int], estimating: frozenset[int]) -> None:
         """Which layers will, besides, as soon as steps of another placement are there. Prompts are
         built for both: later their keys would have to come back from the host."""
-        if self._estimate is not None:
-            asking, estimating = (
-                asking | self._estimate.asking,
-                estimating | self._estimate.estimating,
-            )
-        self.bytes.layers = self._serving | self._with_arrays(asking, estimating)
+        now_asking, now_estimating = self._served
+        self.bytes.layers = self._with_arrays(asking | now_asking, estimating | now_estimating)
 
     def _with_arrays(self, asking: frozenset[int], estimating: frozenset[int]) -> frozenset[int]:
         if self._estimate is None:
@@ -252,6 +250,10 @@ class PolicyStates:
             draft, known.running_draft = known.running_draft or before, None
             if draft is not None and draft.rows is not None:
                 known.draft = draft
+            arrays = known.arrays
+            # Layers that no step asks yet have not seen what was decoded.
+            if known.built is None and arrays is not None and not arrays.built <= self.layers:
+                known.arrays = arrays.only(self.layers)
 
     def roll_back(self, seq: int) -> None:
         """The pass has failed: all is as it was before `begin`."""

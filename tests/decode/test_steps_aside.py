@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, each_of, greedy, load
-from cases.inside import decoder_of, split_steps, steps_of
+from cases.device_cases import FLAGS, GRAPH, SLOW_INLINE, each_of, greedy, load, small, steps
+from cases.inside import decoder_of, split_steps, states_of, steps_of
 from cases.slowly import combinations
 from cases.tiny_models import random_tokens
 
@@ -76,7 +76,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 class Decoding:
     """Two sequences of a model with a GPU, beside the same on the CPU."""
 
-    def __init__(self, folder: Path, backend: tuple[str, str], policy: str = "full") -> None:
+    def __init__(self, folder: Path, backend: tuple[str, str], policy: Any = "full") -> None:
         self.model = load(folder, policy, backend)
         self._plain = load(folder, policy, ("cpu", None))
         self.decoder = decoder_of(self.model)
@@ -390,6 +390,65 @@ def test_nothing_is_captured_after_a_generation(decoding: Decoding, gate: Gate) 
     assert decoding.decoder.slots.aside.is_done
     decoding.step()
     assert decoding.decoder.placement == decoding.wanted
+
+
+@torch.no_grad()
+def test_what_was_built_for_others_does_not_stay_behind(
+    backend: tuple[str, str],
+    gate: Gate,
+    tiny_folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt is built for steps to come, and the old ones decode more of it meanwhile."""
+    policy = small("lychee_cluster")
+    model = load(tiny_folders["llama"], policy, backend)
+    decoder, states = decoder_of(model), states_of(model)
+    decoder.slots.captures_aside = True
+    split_steps(model, 1)  # nothing is tried
+    wanted = HeadPlacement.from_text("GG GG GG")
+    decoder.placed.choose = lambda now, *of_sequences: wanted
+    decoder.place(wanted)
+    before = model.new_cache()
+    model(random_tokens(1, 40), past_key_values=before)
+    steps(model, before, random_tokens(1, 1))
+    wanted = HeadPlacement.from_text("GG .. ..")
+    decoder.begin_generation(1, 400, 64)
+    assert gate.reached.wait(30)
+    monkeypatch.setattr(decoder.attention, "builds_in_prefill", lambda device: True)
+    cache = model.new_cache()
+    model(random_tokens(1, 220), past_key_values=cache)
+    (seq,) = cache.seqs
+    assert states.arrays_of(seq).built == {1, 2}
+    steps(model, cache, random_tokens(1, 70, seed=3))
+    assert decoder.placement != wanted
+    gate.opened.set()
+    decoder.slots.aside._thread.join(30)
+    steps(model, cache, random_tokens(1, 1))
+    assert decoder.placement == wanted
+    arrays = states.arrays_of(seq)
+    assert arrays.built == {1, 2}
+    for layer_idx in (1, 2):
+        ends = arrays.layers[layer_idx]["header"]["indexed_end"]
+        assert cache.kv_lens[0] - ends.min() <= policy.unindexed_limit + policy.max_chunk_tokens
+
+
+def test_prompts_are_not_built_for_what_was_wanted_before(
+    backend: tuple[str, str], gate: Gate, tiny_folders: dict[str, Path]
+) -> None:
+    decoding = Decoding(tiny_folders["llama"], backend, small("lychee_cluster"))
+    states = states_of(decoding.model)
+    decoding.wanted = HeadPlacement.from_text("GG GG GG")
+    decoding.decoder.place(decoding.wanted)
+    decoding.step()
+    assert states.built_layers == states.layers == frozenset()
+    decoding.place_aside("GG .. ..")
+    assert states.built_layers == {1, 2}
+    decoding.place_aside("GG GG GG")
+    gate.opened.set()
+    decoding.settle()
+    decoding.step()
+    assert decoding.decoder.slots.aside is None
+    assert states.built_layers == states.layers == frozenset()
 
 
 def test_all_ways_are_captured_before_they_are_tried(decoding: Decoding) -> None:

@@ -21,6 +21,7 @@ from offload.engine.request import Request, RequestOutput
 from offload.engine.runner import _paced
 from offload.engine.sampling_params import SamplingParams
 from offload.engine.scheduler import Scheduler
+from offload.runtime.correcting import RunningCorrection, SparseTokens
 from offload.runtime.runner import Runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -282,3 +283,23 @@ def test_slices_on_a_gpu() -> None:
     scheduler.was_read(512, 0.05)
     scheduler.was_decoded(1.0)
     assert size() == 1024
+
+
+def test_slices_of_corrections_grow_on_a_gpu() -> None:
+    """By a quarter at a time, which is less than from one power of two to the next."""
+    options = {"max_num_seqs": 8, "slice_seconds": 0.1, "read_share": 0.25}
+    scheduler = Scheduler(most_slice_tokens=8192, reads_on_gpu=True, **options)
+    runs, waits = (
+        Request(str(n), [1] * 100, SamplingParams(), 10, frozenset(), None) for n in range(2)
+    )
+    waits.correction = RunningCorrection({0: SparseTokens(0, [1] * 8192, [0] * 8192)})
+    scheduler.running.append(runs)
+    scheduler.correcting.append(waits)
+    sizes = list[int]()
+    for _ in range(8):
+        scheduler.waits_for_readers()
+        ((_, size),) = scheduler.next_slice(lambda r: 0)
+        scheduler.was_read(size, 0.001)
+        sizes.append(size)
+    assert sizes == sorted({*sizes})
+    assert sizes[-1] > 4 * sizes[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ from offload.cli import app
 from offload.engine.scheduler import _LEAST
 from offload.engine.session_folder import SessionFolder
 from offload.engine.sessions import Sessions
-from offload.runtime.saving import session_files
+from offload.runtime.saving import read_in_parts, session_files
 from offload.system.checked_file import CheckedReader
 
 LONG = random_tokens(1, 300)[0].tolist()
@@ -275,6 +276,52 @@ def test_what_nobody_names_goes(model: Any, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["notes.part"]
 
 
+def test_what_is_left_of_a_session_goes_with_it(model: Any, tmp_path: Path) -> None:
+    """As when a process was killed between its file and its parts."""
+    engine, _ = conversation(model, tmp_path)
+    engine.stop()
+    (tmp_path / "s.safetensors").unlink()
+    assert names(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no session 's'"):
+        SessionFolder(tmp_path).remove("s")
+    assert names(tmp_path) == []
+
+
+def test_a_file_whose_name_is_too_long_for_a_part(tmp_path: Path) -> None:
+    other = tmp_path / f"{'x' * 150}.0123456789abcdef.part"
+    other.touch()
+    os.utime(other, (0, 0))
+    assert SessionFolder(tmp_path).sessions() == []
+    assert other.exists()
+
+
+def test_a_part_that_cannot_be_looked_at(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network's disk that is away for a moment: the engine goes on."""
+    monkeypatch.setattr("offload.engine.sessions._RETRY_SECONDS", 0.0)
+    engine, text = conversation(model, tmp_path)
+    stat = os.stat
+
+    def fails(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith(".part"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return stat(path, *args, **options)
+
+    sessions = engine.sessions
+    assert sessions is not None
+    (session,) = sessions._in_memory.values()
+    session.is_saved = False
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fails)
+        for _ in range(20):
+            sessions.work(0.01)
+    engine.stop()
+    engine = start(model, tmp_path)
+    assert ask(engine, [*text, 1])[1].num_cached == len(text) - 1
+    engine.stop()
+
+
 def test_two_engines_of_one_folder(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
     """Each has the session in memory, and the other's parts are not there any more."""
     models = [load(tiny_folders["llama"]) for _ in range(2)]
@@ -331,6 +378,48 @@ def test_a_limit_counts_parts_and_takes_whole_sessions(model: Any, tmp_path: Pat
     sessions.folder = SessionFolder(tmp_path, limit_bytes=saved.num_bytes // 2)
     ask(engine, LONG, "d")
     assert [name[0] for name in names(tmp_path)] == ["b", "c"]
+    engine.stop()
+
+
+def test_room_is_made_in_one_look_at_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, looks = SessionFolder(tmp_path, limit_bytes=100), list[str]()
+    for session_id in "abcd":
+        (tmp_path / f"{session_id}.safetensors").write_bytes(b"x" * 10)
+        (tmp_path / f"{session_id}.0123456789abcdef.part").write_bytes(b"x" * 15)
+        folder.touch(session_id)
+    glob = Path.glob
+
+    def counted(path: Path, pattern: str) -> Any:
+        looks.append(pattern)
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", counted)
+    folder._make_room("e", 60)
+    assert len(looks) == 1
+    assert sorted(os.listdir(tmp_path)) == ["d.0123456789abcdef.part", "d.safetensors"]
+
+
+def test_a_session_that_comes_back_is_not_the_next_to_go(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(model, tmp_path)
+    text = LONG + ask(engine, LONG, "a")[0]
+    ask(engine, LONG, "b")
+    engine.stop()
+    engine = start(model, tmp_path)
+    assert engine.sessions is not None
+    folder, latest = engine.sessions.folder, list[str]()
+    assert [each.session_id for each in folder.sessions()] == ["a", "b"]
+
+    def watched(*args: Any) -> Any:
+        latest.append(folder.sessions()[-1].session_id)
+        return (yield from read_in_parts(*args))
+
+    monkeypatch.setattr("offload.engine.sessions.read_in_parts", watched)
+    assert ask(engine, text, "a")[1].num_cached == len(text) - 1
+    assert latest == ["a"]
     engine.stop()
 
 

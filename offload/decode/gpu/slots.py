@@ -264,7 +264,10 @@ class Slots:
         comes to its end: whether it is what is wanted shows then.
         """
         self._wanted, placed = wanted, self._placed
-        if self.aside is not None or self._serve_expected(old, placed.placement):
+        if self.aside is not None:
+            return
+        if self._serve_expected(old, placed.placement):
+            self._captured.attention.expect_on_device(placed.placement.on_device)  # no others
             return
         resident, expected, layers = old.step.resident, placed.expected, placed.layers_of(wanted)
         rows = num_slots(expected.num_sequences)

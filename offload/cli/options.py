@@ -73,14 +73,15 @@ Weights = Annotated[
         "exact, q4 less, of small models much less; the head is q8 with both.",
     ),
 ]
-KV_DTYPE_NAMES = ("auto", "bfloat16", "int8")
+KV_DTYPE_NAMES = ("auto", "bfloat16", "float16", "float32", "int8")
 KVDtype = Annotated[
     str,
     typer.Option(
         metavar="NAME",
         help="What keys and values are kept as: auto (the model's dtype, or int8 where generate "
-        "has no room for that, and serve none for a whole context), bfloat16 (of a model in it) or "
-        "int8, which takes 0.52 of the bytes of bfloat16 and is a little less exact.",
+        "has no room for that, and serve none for a whole context), bfloat16, float16 or float32 "
+        "(of a model in it), or int8, which takes 0.52 of the bytes of bfloat16 and is a little "
+        "less exact.",
     ),
 ]
 HostExperts = Annotated[

@@ -16,7 +16,7 @@ from torch import Tensor
 from gpu_ops.row_format import num_codes, read_int8, row_items, write_int8
 
 _LEAST_MULTIPLE = 16  # of head_dim
-KV_DTYPES = ("auto", "bfloat16", "int8")
+KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
 _LARGEST = 127 * torch.finfo(torch.float16).max  # that a scale can stand for
 
 
@@ -55,10 +55,10 @@ class KVFormat:
         if kv_dtype not in KV_DTYPES:
             available = ", ".join(KV_DTYPES)
             raise ValueError(f"unknown kv_dtype {kv_dtype!r}; available: {available}")
-        if kv_dtype == "bfloat16" and dtype != torch.bfloat16:
-            name = str(dtype).removeprefix("torch.")
+        name = str(dtype).removeprefix("torch.")
+        if kv_dtype not in ("auto", "int8", name):
             raise NotImplementedError(
-                f"kv_dtype='bfloat16' needs a model in bfloat16, but its dtype is {name}; "
+                f"kv_dtype={kv_dtype!r} needs a model in {kv_dtype}, but its dtype is {name}; "
                 "give kv_dtype='auto' or 'int8'"
             )
         if kv_dtype != "int8":

@@ -93,8 +93,8 @@ class RuntimeConfig:
             has copies that it runs itself. None: with "auto" half of each layer's, for which more
             layers go to the host, or fewer where all layers do; else none.
         kv_dtype: what keys and values are kept as. "int8": with a float16 scale per token, head
-            and 64 dims, in 0.52 of the bytes of bfloat16, and a little less exact. "bfloat16":
-            only of a model in bfloat16. "auto": the model's dtype.
+            and 64 dims, in 0.52 of the bytes of bfloat16, and a little less exact. "bfloat16",
+            "float16", "float32": only of a model in it. "auto": the model's dtype.
     """
 
     policy: Policy = field(default_factory=Auto)

@@ -112,7 +112,7 @@ class OffloadedModel(FixedModel):
             num_threads: CPU threads; default: all this process may use.
             prefill_slice_tokens: see `RuntimeConfig`, which describes all options from this one to
                 `hot_experts`. `weights`: "auto" (as a GGUF file has them), "q8", "q4" or a name of
-                a dtype; `kv_dtype`: "auto" (the model's), "bfloat16" or "int8".
+                a dtype; `kv_dtype`: "auto" (the model's), its name or "int8".
             cache_dir: as of transformers; so are the options from this one to `gguf_file`.
             unknown: nothing else is taken.
 

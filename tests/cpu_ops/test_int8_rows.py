@@ -201,7 +201,7 @@ def test_bytes_and_refusals():
     with pytest.raises(NotImplementedError, match="a multiple of 16, got 72"):
         KVStore(**sizes, head_dim=72, kv_dtype="int8")
     with pytest.raises(
-        ValueError, match="unknown kv_dtype 'int4'; available: auto, bfloat16, int8"
+        ValueError, match="unknown kv_dtype 'int4'; available: auto, bfloat16, float16"
     ):
         KVStore(**sizes, head_dim=64, kv_dtype="int4")
     with pytest.raises(NotImplementedError, match="its dtype is float32; give kv_dtype='auto'"):

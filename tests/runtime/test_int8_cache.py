@@ -83,7 +83,9 @@ def test_a_cache_takes_half(folder: Path) -> None:
 
 
 def test_refusals(folder: Path) -> None:
-    with pytest.raises(ValueError, match="unknown kv_dtype 'q4'; available: auto, bfloat16, int8"):
+    with pytest.raises(
+        ValueError, match="unknown kv_dtype 'q4'; available: auto, bfloat16, float16"
+    ):
         load(folder, kv_dtype="q4")
     with pytest.raises(NotImplementedError, match="kv_dtype='bfloat16' needs a model in bfloat16"):
         load(folder, kv_dtype="bfloat16", dtype="float32")

@@ -221,6 +221,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Any, str]]:
         "--session-dir": tmp_path / "sessions",
         "--session-memory": int(0.1 * WANTED_BYTES),
         "--session-disk": DISK_BYTES,
+        "--kv-dtype": "float32",  # of int8 roundings differ by what is read together
         "--log-format": "json",
     }
     folder = model_with_tools(tmp_path / "model")

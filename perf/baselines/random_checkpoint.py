@@ -38,9 +38,13 @@ def write_checkpoint(shape_name: str, folder: Path, max_positions: int = 262144)
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         dtype=torch.bfloat16,
     )
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        LlamaForCausalLM(config).save_pretrained(folder)
+    try:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            LlamaForCausalLM(config).save_pretrained(folder)
+    finally:
+        torch.set_default_dtype(before)
     tokenizer.save_pretrained(folder)
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
+import torch
 from cases.tiny_models import byte_tokenizer, make_tiny_model
+from transformers import AutoModelForCausalLM
 
 from offload.loading.embedded_package import embedded_gguf
+from offload.models.shape import MODEL_SHAPES
 from perf import comparison
 from perf.baselines import servers
+from perf.baselines.random_checkpoint import write_checkpoint
 from perf.comparison import Limit, Scenario, Texts, measure
 from perf.tables.comparison_table import limit_table, many_table, one_client_table
 
@@ -71,6 +76,26 @@ def test_what_is_left_is_told(offload: servers.Peer) -> None:
     limit = Limit.of(row, weights_bytes=200 << 20)
     assert limit.bytes == 600 << 20
     assert limit.told(offload) == 300 << 20
+
+
+def test_servers_share_out_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkpoint with random weights, which `transformers` reads."""
+    tiny = replace(MODEL_SHAPES["llama-3.2-1b"], num_layers=2, hidden_size=64, intermediate_size=64)
+    monkeypatch.setitem(MODEL_SHAPES, "tiny", replace(tiny, num_qo_heads=4, num_kv_heads=2))
+    byte_tokenizer().save_pretrained(tmp_path)
+    write_checkpoint("tiny", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16
+    assert model.config.vocab_size == len(byte_tokenizer())
+    monkeypatch.setattr(servers, "_chosen_model", [])
+    servers.use_model(str(tmp_path))
+    monkeypatch.setattr(servers, "gpu_memory", lambda what: 96 << 30)
+    given = {"port": 1, "threads": 2, "context": 2**20, "folder": tmp_path, "gpu_bytes": 24 << 30}
+    setting = servers.Setting(**given, sequences=2, kept=3)
+    assert setting.kv_bytes == 3 * 2**20 * 2 * 2 * 2 * 64 * 2
+    ours, vllm = (" ".join(x.command(setting)) for x in servers.named(["offload, auto", "vLLM"]))
+    assert "--device cuda --max-memory 0=24576MiB --session-memory 3072MiB" in ours
+    assert "--gpu-memory-utilization 0.2500 --kv-offloading-size 3" in vllm
 
 
 @pytest.mark.slow

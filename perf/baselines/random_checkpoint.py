@@ -25,7 +25,10 @@ def write_checkpoint(shape_name: str, folder: Path, max_positions: int = 262144)
         KeyError: no shape has this name.
     """
     shape, has_one = MODEL_SHAPES[shape_name], (folder / "tokenizer.json").exists()
-    tokenizer = AutoTokenizer.from_pretrained(folder) if has_one else load_tokenizer(EMBEDDED_MODEL)
+    if has_one:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    else:
+        tokenizer = load_tokenizer(EMBEDDED_MODEL)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden_size,

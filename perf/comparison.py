@@ -450,12 +450,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=available_cpus())
     gpu = "run scenarios of a GPU, with so much of its memory for a server, such as 24GiB"
     parser.add_argument("--gpu-memory", type=parse_size, metavar="SIZE", help=gpu)
-    parser.add_argument("--model", help="a folder, for the peers that read no GGUF")
+    parser.add_argument("--model", help="a folder, for the peers that read one")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers end with this process
     if options.quick:
         options.rounds, options.output = 1, options.output or ROOT / "perf" / "local"
-    run, peers, texts = Run(options), named(options.peers), Texts(options.model or EMBEDDED_MODEL)
+    run, texts = Run(options), Texts(options.model or EMBEDDED_MODEL)
+    peers = [peer for peer in named(options.peers) if peer.reads_folder or not options.model]
     scenarios = QUICK_SCENARIOS if options.quick else SCENARIOS
     if options.gpu_memory is not None:
         scenarios, options.unlimited = ON_GPU, True
@@ -467,7 +468,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.prompt_tokens:
         scenarios = [x for x in scenarios if x.prompt_tokens in options.prompt_tokens]
     settings = run.named("rounds", "threads", "quick") | {
-        "model": options.model or EMBEDDED_MODEL,
+        "model": Path(options.model).name if options.model else EMBEDDED_MODEL,
         "limit_share": LIMIT_SHARE,
         "versions": {peer.name: version(peer) for peer in (PEERS if options.go_on else peers)},
     }

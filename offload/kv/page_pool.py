@@ -8,11 +8,14 @@ owner of a page may keep its id.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import mmap
+import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +36,25 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 # Of a layer in a page: its first element, and the shape of its part.
 Slot = tuple[int, tuple[int, ...]]
+
+
+class _Coming:
+    """A slab that is mapped, touched and registered in a thread of its own."""
+
+    def __init__(self, num_pages: int, make: Callable[[], torch.Tensor]) -> None:
+        self.num_pages, self._make = num_pages, make
+        self._slab: torch.Tensor | None = None
+        self._thread = threading.Thread(target=self._run, name="offload-slab", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            self._slab = self._make()
+
+    def wait(self) -> torch.Tensor | None:
+        """None: the system refused it."""
+        self._thread.join()
+        return self._slab
 
 
 class PagePool:
@@ -74,6 +96,7 @@ class PagePool:
         self._free_ids: Int64Array = np.empty(0, np.int64)
         self._num_free = self.num_used = 0
         self._registration = registration
+        self._coming: _Coming | None = None  # in `reserved_bytes`
         # A pool that is dropped without close() must not leave the driver with addresses that the
         # system will give to others. Not at exit: the driver may be gone by then.
         self._release = weakref.finalize(self, _give_back, registration, self._slabs)
@@ -121,6 +144,19 @@ class PagePool:
         if num_pages > self._num_free:
             self._grow(num_pages - self._num_free)
 
+    def prepare(self, num_pages: int) -> None:
+        """Begin to make room for so many pages, in a thread: the system takes a second to zero
+        4 GiB, and the driver to register 25. Nothing happens where they do not fit, or some are on
+        their way; who needs them waits, and is told."""
+        missing = num_pages - self._num_free
+        if self._coming is not None or missing <= 0:
+            return
+        with contextlib.suppress(HostBudgetError):
+            size = self._pages_of_slab(missing)
+            make = partial(self._make_slab, size)
+            self.reserved_bytes += _mapped_bytes(size * self.page_bytes)
+            self._coming = _Coming(size, make)
+
     def share(self, page_ids: Int64Array) -> None:
         """One more owner for each of `page_ids` (distinct)."""
         self.refcounts[page_ids] += 1
@@ -151,6 +187,7 @@ class PagePool:
 
     def trim(self) -> None:
         """Give slabs without a used page back to the system; later slabs get their ids."""
+        self._take_coming()
         first_ids = np.array(sorted(self._slabs), np.int64)
         used = np.maximum.reduceat(self.refcounts, first_ids)  # ids without a slab count 0
         empty = first_ids[used == 0]
@@ -168,6 +205,7 @@ class PagePool:
 
     def close(self) -> None:
         """Give every slab back to the system. No page may be used afterwards."""
+        self._take_coming()
         self._release()
         self.reserved_bytes = 0
         self._num_free = self.num_used = 0
@@ -178,6 +216,25 @@ class PagePool:
         """Map one slab with room for `missing_pages`, in whole slab sizes where the budget allows.
 
         One large slab for a large request, rather than many: one mapping to touch and register.
+        """
+        num_before = self._num_free
+        self._take_coming()
+        missing_pages -= self._num_free - num_before
+        if missing_pages <= 0:
+            return
+        num_pages = self._pages_of_slab(missing_pages)
+        try:
+            slab = self._make_slab(num_pages)
+        except OSError as error:  # RLIMIT_AS, the kernel's overcommit rules, or the driver
+            raise self._budget_error(missing_pages, f", but {error}") from error
+        self._install(slab)
+        self.reserved_bytes += _mapped_bytes(num_pages * self.page_bytes)
+
+    def _pages_of_slab(self, missing_pages: int) -> int:
+        """Of a slab with room for `missing_pages`.
+
+        Raises:
+            HostBudgetError: they do not fit.
         """
         left_bytes = max(0, _round_down(self.left_bytes, mmap.PAGESIZE))
         if missing_pages * self.page_bytes > left_bytes:
@@ -197,23 +254,37 @@ class PagePool:
         # Pages that no sequence asked for are taken from those who share the budget.
         spare_bytes = left_bytes // 8 if self.ledger.is_shared else left_bytes
         num_pages = min(num_pages, min(spare_bytes, available_bytes) // self.page_bytes)
-        num_pages = max(num_pages, missing_pages)
+        return max(num_pages, missing_pages)
+
+    def _make_slab(self, num_pages: int) -> torch.Tensor:
+        """OSError: the system or the driver refuses it."""
         slab_bytes = _mapped_bytes(num_pages * self.page_bytes)
         try:
             memory = map_slab(slab_bytes)
-        except OSError as error:  # RLIMIT_AS or the kernel's overcommit rules
-            refused = f", but the system refused to map {format_bytes(slab_bytes)}"
-            raise self._budget_error(missing_pages, refused) from error
+        except OSError as error:
+            raise OSError(f"the system refused to map {format_bytes(slab_bytes)}") from error
         # A tensor made under inference_mode could never be written outside of it.
         with torch.inference_mode(False):
             values = memory[: num_pages * self.page_bytes].view(self.dtype)
             slab = values.view(num_pages, *self.page_shape)
         if self._registration is not None:
-            try:
-                self._registration.register(slab.data_ptr(), slab_bytes)
-            except OSError as error:
-                raise self._budget_error(missing_pages, f", but {error}") from error
+            self._registration.register(slab.data_ptr(), slab_bytes)
+        return slab
 
+    def _take_coming(self) -> None:
+        """What was prepared is there, or is not."""
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return
+        slab = coming.wait()
+        if slab is None:
+            self.reserved_bytes -= _mapped_bytes(coming.num_pages * self.page_bytes)
+        else:
+            self._install(slab)
+
+    def _install(self, slab: torch.Tensor) -> None:
+        """Its pages are free; `reserved_bytes` has it."""
+        num_pages = len(slab)
         first_id = self._first_gap(num_pages)
         ids = slice(first_id, first_id + num_pages)
         more = (0, max(0, ids.stop - len(self.addresses)))
@@ -229,7 +300,6 @@ class PagePool:
         self._free_ids[: self._num_free + num_pages] = np.concatenate([page_ids, free_ids])
         self._slabs[first_id] = slab
         self._num_free += num_pages
-        self.reserved_bytes += slab_bytes
 
     def _first_gap(self, num_pages: int) -> int:
         """The lowest id that `num_pages` ids without a slab begin with."""

@@ -151,6 +151,7 @@ class KVStore:
         registration = (
             (CudaRegistration() if pinned else None) if isinstance(pinned, bool) else pinned
         )
+        self.is_pinned = registration is not None
         self._pool = PagePool(
             page_shape=(
                 (max(offset + math.prod(shape) for offset, shape in self._slots),)
@@ -350,6 +351,12 @@ class KVStore:
             if sequence.windows is not None and sequence.gap_ends.any():
                 raise ValueError(f"sequence {seq} has tokens that are written at once: end these")
         reserve(self._pool, batch, at_once=at_once)
+
+    def prepare(self, num_tokens: int) -> None:
+        """Begin to map pages for so many tokens in a thread, if they are for a GPU: beside a CPU
+        that reads a prompt nothing would be gained."""
+        if self.is_pinned:
+            self._pool.prepare(self.pages_at(num_tokens))
 
     def make_room(self, seqs: Sequence[int], num_new_tokens: Sequence[int]) -> None:
         """Let `reserve` of as many, or of less several times, take no memory from the system.

@@ -212,6 +212,14 @@ def _cudnn_works(
     return True
 
 
+def begin_cudnn(
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """cuDNN's first call in a process takes two seconds, which a long prompt would wait for."""
+    q = torch.empty(num_qo_heads, _CUDNN_QUERIES, head_dim, dtype=dtype, device=device)
+    attention_kernel(q, num_kv_heads)
+
+
 def warm_up_attention(
     num_qo_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:

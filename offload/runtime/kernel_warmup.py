@@ -24,7 +24,7 @@ from offload.decode.gpu.gpu_sync import GraphSync, InlineSync
 from offload.models import LeanModel
 from offload.models.batch import pack
 from offload.policies import Policy
-from offload.prefill.attention import warm_up_attention
+from offload.prefill.attention import begin_cudnn, warm_up_attention
 from offload.prefill.forward import prefill
 from offload.system.autocast import without_autocast
 from offload.system.captures import CAPTURING
@@ -48,6 +48,7 @@ def warm_up(lean: LeanModel, decoder: Decoder, policy: Policy, dtype: torch.dtyp
     """
     assert isinstance(decoder, DeviceDecoder)  # as on any GPU
     device, ranks = decoder.device, lean.ranks
+    of_head = lean.shape.head_dim, dtype, device
     progress = compiling_progress(is_shown=ranks is None or ranks.rank == 0)
     # A seed is for the user's draws; kernels are launched on the current device.
     with torch.random.fork_rng([device]), torch.cuda.device(device), without_autocast(device):
@@ -59,6 +60,7 @@ def warm_up(lean: LeanModel, decoder: Decoder, policy: Policy, dtype: torch.dtyp
                     on_progress=progress,
                 )
             _prefill(lean, _PREFILL_TOKENS, _PREFILL_TOKENS, dtype, device)
+            begin_cudnn(lean.shape.num_qo_heads, lean.shape.num_kv_heads, *of_head)
             with CAPTURING:  # steps of another model
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()

@@ -25,6 +25,7 @@ import offload.kv.page_pool
 import offload.kv.store
 import offload.system.huge_pages
 from offload.kv.ledger import MemoryLedger
+from offload.kv.page_pool import PagePool
 from offload.kv.store import HostBudgetError, KVStore
 from offload.system.memory import HostMemory
 
@@ -325,3 +326,63 @@ def test_pages_leave_what_tenants_have() -> None:
     with pytest.raises(HostBudgetError, match=r"30.00 KiB are what the policy .*, 30.* sessions"):
         store.reserve([seq], [1024])
     assert store.left_bytes() == 4 << 10
+
+
+class Registered:
+    """What a driver knows; `refuses` all that comes."""
+
+    def __init__(self) -> None:
+        self.slabs, self.refuses = dict[int, int](), False
+
+    def register(self, address: int, num_bytes: int) -> None:
+        if self.refuses:
+            raise OSError("a memlock limit")
+        self.slabs[address] = num_bytes
+
+    def unregister(self, address: int) -> None:
+        del self.slabs[address]
+
+
+def pool_of(num_pages: int) -> tuple[PagePool, Registered]:
+    driver, page_bytes = Registered(), 2 * 16 * 64 * 4
+    pool = PagePool(
+        page_shape=(2, 1, 16, 64),
+        dtype=torch.float32,
+        budget_bytes=num_pages * page_bytes,
+        slab_bytes=4 * page_bytes,
+        registration=driver,
+    )
+    return pool, driver
+
+
+def test_pages_that_were_prepared() -> None:
+    pool, driver = pool_of(40)
+    pool.prepare(10)
+    assert pool.reserved_bytes == 12 * pool.page_bytes  # from the start
+    pool.prepare(30)  # some are on their way
+    assert pool.allocate(10).tolist() == list(range(10))
+    assert (pool.num_free, pool.reserved_bytes) == (2, 12 * pool.page_bytes)
+    pool.prepare(2)  # they are there
+    assert [*driver.slabs.values()] == [12 * pool.page_bytes]
+    pool.prepare(6)
+    assert len(pool.allocate(9)) == 9  # and as many more as that was too few
+    assert pool.reserved_bytes == sum(driver.slabs.values()) == 20 * pool.page_bytes
+    pool.prepare(30)  # beyond the budget
+    assert pool.reserved_bytes == 20 * pool.page_bytes
+    pool.prepare(5)
+    pool.trim()
+    assert pool.reserved_bytes == sum(driver.slabs.values()) == 20 * pool.page_bytes
+    pool.close()
+    assert not driver.slabs
+
+
+def test_what_a_driver_refuses_to_prepare() -> None:
+    pool, driver = pool_of(40)
+    driver.refuses = True
+    pool.prepare(10)
+    with pytest.raises(HostBudgetError, match="but a memlock limit; raise max_memory"):
+        pool.allocate(10)
+    assert pool.reserved_bytes == 0
+    driver.refuses = False
+    assert len(pool.allocate(10)) == 10
+    pool.close()

@@ -475,7 +475,7 @@ def test_an_engine_and_the_command_line_on_a_gpu(folder: Path) -> None:
     alone = stock_tokens(folder, "cuda")[0][0][90:]
     model = load(folder, "cuda")
     engine, found = Engine(model), list[int]()
-    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
     first = engine.add_request(IDS[1].tolist(), params)
     engine.add_request(IDS[0].tolist(), params)
     while engine.has_work:

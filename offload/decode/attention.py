@@ -326,12 +326,16 @@ class DecodeAttention(NativeAttention):
 
         Args:
             kv_lens: tokens that each of `seqs` will have after it. Those that will still
-                attend to everything with one more are not built for.
+                attend to everything with one more are not built for, nor those that keep arrays.
         """
         if not self.states.builds_on_device:
             return None
         lens = zip(seqs, kv_lens, strict=True)
-        built = {seq: n for seq, n in lens if n >= self.dense_tokens}
+        built = {
+            seq: n
+            for seq, n in lens
+            if n >= self.dense_tokens and self.states.arrays_of(seq) is None
+        }
         return PrefillBuild(self.states, built) if built else None
 
     def begin_step(self, seqs: Sequence[int], kv_lens: Sequence[int]) -> DecodeStep:

@@ -126,29 +126,36 @@ def join_clusters(arrays: State, last: int, gather: Callable[[int], tuple[Tensor
     """
     header = arrays["estimate_header"]
     for first in sorted({int(end) for end in header["end"] if end < last}):
-        keys, values = gather(first)
-        for head in np.flatnonzero(header["end"] == first):
-            _join(arrays, int(head), first, keys[head].float(), values[head].float())
-            header["end"][head], header["taken"][head] = last, 0
+        heads = np.flatnonzero(header["end"] == first)
+        keys, values = (x[heads].float() for x in gather(first))
+        _join(arrays, heads, first, keys, values)
+        header["end"][heads], header["taken"][heads] = last, 0
 
 
-def _join(arrays: State, head: int, first: int, keys: Tensor, values: Tensor) -> None:
-    """Tokens [first, first + n) of one head, float32 [n, head_dim]."""
-    counts, means, mean_values, inverse = (
-        torch.from_numpy(arrays[f"estimate_{name}"][head])
+def _join(
+    arrays: State, heads: npt.NDArray[np.int64], first: int, keys: Tensor, values: Tensor
+) -> None:
+    """Tokens [first, first + n) of some heads, float32 [num_heads, n, head_dim]."""
+    of_heads = {
+        name: torch.from_numpy(arrays[f"estimate_{name}"][heads])
         for name in ("counts", "keys", "values", "inverse_norms")
-    )
-    cosines = (keys @ means.T * inverse).masked_fill(counts == 0, float("-inf"))
-    nearest = cosines.argmax(-1)
-    before = counts[:, None].to(torch.float32)
-    counts += torch.bincount(nearest, minlength=len(counts)).int()
-    share = 1.0 / counts[:, None].clamp_min(1).to(torch.float32)
+    }
+    counts, means, mean_values, inverse = of_heads.values()
+    cosines = keys @ means.mT * inverse[:, None]
+    nearest = cosines.masked_fill((counts == 0)[:, None], float("-inf")).argmax(-1)
+    before = counts[..., None].to(torch.float32)
+    counts.scatter_add_(1, nearest, torch.ones_like(nearest, dtype=counts.dtype))
+    share = 1.0 / counts[..., None].clamp_min(1).to(torch.float32)
+    cluster = (nearest + counts.shape[1] * torch.arange(len(counts))[:, None]).flatten()
     for held, rows in ((means, keys), (mean_values, values)):
-        held.mul_(before).index_add_(0, nearest, rows).mul_(share)
+        held.mul_(before).flatten(0, 1).index_add_(0, cluster, rows.flatten(0, 1))
+        held.mul_(share)
     norms = means.norm(dim=-1)
     inverse.copy_(torch.where(norms > 0.0, 1.0 / norms.clamp_min(1e-30), 0.0))
-    tokens = slice(first, first + len(keys))
-    arrays["estimate_cluster_of"][head, tokens] = nearest.numpy().astype(np.uint8)
+    for name, x in of_heads.items():
+        arrays[f"estimate_{name}"][heads] = x.numpy()
+    tokens = slice(first, first + keys.shape[1])
+    arrays["estimate_cluster_of"][heads, tokens] = nearest.numpy().astype(np.uint8)
 
 
 class EstimateState(LayerState):
@@ -167,6 +174,7 @@ class EstimateState(LayerState):
         self.layout = EstimateLayout(self._own.layout)
         self.observed_queries = self._own.observed_queries
         self.reads_text = self._own.reads_text
+        self.catches_up = self._own.catches_up or not self._own.has_arrays
 
     def build(self, context: BuildContext) -> State:
         built = self._own.build(context) if self._asks(context.layer_idx) else {}

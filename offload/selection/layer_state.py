@@ -70,11 +70,13 @@ class LayerState:
         observed_queries: the runtime keeps the last so many queries of each (sequence, layer)
             while it attends densely, for `build`.
         reads_text: callbacks and `build` get text marks, if the runtime knows the text.
+        catches_up: a step takes in all tokens that are new to the arrays, not only the last one.
     """
 
     layout: StateLayout | None = None
     observed_queries: int = 0
     reads_text: bool = False
+    catches_up: bool = False
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy

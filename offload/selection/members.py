@@ -60,6 +60,7 @@ class MembersState(LayerState):
         states = [member.state for member in members.values()]
         self.observed_queries = max(state.observed_queries for state in states)
         self.reads_text = any(state.reads_text for state in states)
+        self.catches_up = all(state.catches_up or not state.has_arrays for state in states)
 
     def heads_of(
         self, layer_idx: int, num_layers: int, num_kv_heads: int

@@ -103,6 +103,7 @@ class Remembered:
         draft: after one of several rows, until the next.
         spare: memory of a draft's copy.
         built: since the last `begin`.
+        num_built: tokens that the arrays were last built from; 0: not known.
     """
 
     arrays: LayerArrays | None = None
@@ -113,6 +114,7 @@ class Remembered:
     draft: Before | None = None
     spare: LayerArrays | None = None
     built: Built | None = None
+    num_built: int = 0
 
     def queries_of(self, layer_idx: int, keys: Tensor, num_qo_heads: int) -> Tensor:
         """[num_qo_heads, n, head_dim], the last of them of the last of the tokens of `keys`
@@ -133,6 +135,7 @@ class Remembered:
             marks=self.marks.copy(),
             draft=None if self.draft is None else self.draft.copy(),
             built=None if self.built is None else (self.built[0], copies_of(self.built[1])),
+            num_built=self.num_built,
         )
 
     def saved(self) -> SavedState:

@@ -35,6 +35,9 @@ from offload.selection.state_bytes import StateBytes, held_bytes
 from offload.system.map_in_threads import map_in_threads
 from offload.system.torch_threads import torch_threads
 
+# Arrays are built anew once more than one in so many of a sequence's tokens came after them.
+_LEAST_OLDER = 8
+
 logger = logging.getLogger(__name__)
 
 __all__ = ["DraftRows", "PolicyStates", "capacity_for"]
@@ -170,7 +173,8 @@ class PolicyStates:
         prefill: bool,
         builds: bool = False,
     ) -> None:
-        """A forward pass begins. What is built before a prefill is not true after it.
+        """A forward pass begins. What is built before a prefill is not true after it, unless it
+        brings few tokens, which the policy's next step can take in.
 
         Args:
             builds: arrays are built in this prefill already, while those of before are kept.
@@ -179,9 +183,12 @@ class PolicyStates:
             HostBudgetError: what the policy will keep does not fit; nothing has begun then.
         """
         news = list(zip(seqs, num_new_tokens, strict=True))
-        of_pass = partial(self.bytes.of_pass, prefill=prefill, builds=builds)
+        staying = {seq for seq, n in news if prefill and self._catches_up(seq, n)}
+        of_pass = partial(self.bytes.of_pass, prefill=prefill)
         need = sum(
-            of_pass(self._known[seq], self._store.kv_len(seq), n)
+            of_pass(
+                self._known[seq], self._store.kv_len(seq), n, builds=builds and seq not in staying
+            )
             for seq, n in news
             if seq not in self.unasked and (prefill or n != 1 or not self._has_room(seq))
         )
@@ -211,10 +218,20 @@ class PolicyStates:
             )
             known.draft = known.spare = known.built = None
             self.records_rows |= several
-            if prefill and num_new:
+            if prefill and num_new and seq not in staying:
                 known.arrays = None
             if num_new and (prefill or several):
                 known.queries = copies_of(queries)
+
+    def _catches_up(self, seq: int, num_new: int) -> bool:
+        """Whether its arrays stay, and take in `num_new` tokens of a prompt: few, as against those
+        that they were built from."""
+        known = self._known[seq]
+        if not self._state.catches_up or known.arrays is None:
+            return False
+        num_tokens = self._store.kv_len(seq)
+        more = num_tokens + num_new - (known.num_built or num_tokens)
+        return self.built_layers <= known.arrays.built and more * _LEAST_OLDER <= num_tokens
 
     def begin_draft(self, seqs: Sequence[int]) -> None:
         """A pass that has prefilled a prompt goes on with a draft, which may be taken back alone.
@@ -483,7 +500,7 @@ class PolicyStates:
         known = self._known[seq]
         arrays = [layers.get(layer_idx, {}) for layer_idx in range(self._store.num_layers)]
         installed = self._layer_arrays(arrays, capacity or self.bytes.capacity(kv_len))
-        known.arrays = installed
+        known.arrays, known.num_built = installed, kv_len - 1
         queries, known.queries = known.queries, None
         if known.before is not None:
             known.built = (kv_len - 1, queries)

@@ -26,6 +26,7 @@ from offload.engine.sessions import SessionInUseError, Sessions
 from offload.engine.steps import Steps
 from offload.policies.registry import make_policy
 from offload.runtime.saving import read_in_parts
+from offload.selection.state import PolicyStates
 
 FEW = {"budget_tokens": 32, "sink_tokens": 4, "recent_tokens": 8}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -414,3 +415,29 @@ def test_it_outlives_kill_9(tiny_folders: dict[str, Path], model: Any, tmp_path:
     assert ask(engine, [*range(100)])[1].num_cached == 99
     engine.stop()
     assert os.listdir(tmp_path) == ["s.safetensors"]
+
+
+def test_few_new_tokens_build_nothing_anew(
+    tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a policy keeps of a long session takes them in; after many it is built again."""
+    built = list[int]()
+    install = PolicyStates.install
+
+    def counted(self: Any, seq: int, layers: Any, kv_len: int, *more: Any) -> Any:
+        built.append(kv_len)
+        return install(self, seq, layers, kv_len, *more)
+
+    monkeypatch.setattr(PolicyStates, "install", counted)
+    model = load(tiny_folders["llama"], "sketch")
+    engine = Engine(model, sessions=Sessions(tmp_path))
+    text = random_tokens(1, 300)[0].tolist()
+    for num_new, builds in ((0, True), (10, False), (7, False), (30, True), (10, False)):
+        text += random_tokens(1, num_new, seed=num_new)[0].tolist()
+        built.clear()
+        answer, output = ask(engine, text)
+        assert output.num_cached == (len(text) - num_new - 1 if num_new else 0)
+        assert bool(built) is builds
+        assert answer == turns_alone(model, text)  # which builds
+        text += answer
+    engine.stop()

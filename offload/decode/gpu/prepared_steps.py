@@ -32,6 +32,7 @@ from offload.selection.estimate import join_clusters
 from offload.selection.layer_state import State
 from offload.selection.sequence_state import LayerArrays
 from offload.system.errors import DeviceMemoryError
+from offload.system.map_in_threads import map_in_threads
 
 # A link of more rows than a step needs does for so many steps.
 _STEPS_WITH_LARGER = 256
@@ -243,10 +244,17 @@ class PreparedSteps:
     def _catch_up(self, seq: int, arrays: LayerArrays) -> None:
         store = self.attention.store
         last = store.kv_len(seq) - self.window[1]
-        for layer_idx, of_layer in enumerate(arrays.layers):
-            if "estimate_header" in of_layer:
-                gather = partial(store.gather, seq, layer_idx, stop=last)
-                join_clusters(of_layer, last, gather)
+
+        def join(layer_idx: int) -> None:
+            gather = partial(store.gather, seq, layer_idx, stop=last)
+            join_clusters(arrays.layers[layer_idx], last, gather)
+
+        lagging = [
+            layer_idx
+            for layer_idx, of_layer in enumerate(arrays.layers)
+            if "estimate_header" in of_layer and (of_layer["estimate_header"]["end"] < last).any()
+        ]
+        map_in_threads(join, lagging, min(self.attention.pool.num_threads, max(1, len(lagging))))
 
     def _make_codes(self, budget: PageBudget) -> ResidentCodes | None:
         """None: the placement has no codes."""

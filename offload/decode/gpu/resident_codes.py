@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,6 +33,10 @@ from offload.selection.device_support import DeviceCodes
 from offload.selection.layer_state import State
 from offload.system.errors import DeviceMemoryError
 from offload.system.interrupts import shielded
+from offload.system.map_in_threads import map_in_threads
+
+_LAYERS_AT_ONCE = 8  # that are on their way to the GPU, in pinned memory
+_Staged = dict[str, Tensor]
 
 # Of a sequence and a layer, which hold the codes of so many tokens.
 CodesOf = Callable[[int, int, int], State]
@@ -190,8 +193,19 @@ class ResidentCodes:
         if kv_len < self.shape.budget_tokens:
             return
         self.reserve(slot, kv_len + 1)
-        for layer_idx in self.heads:
-            self._load_layer(slot, layer_idx, self._codes_of(seq, layer_idx, kv_len), kv_len)
+        self._codes_of(seq, next(iter(self.heads)), kv_len)  # all are built then
+        staged: dict[int, _Staged] = {}
+
+        def stage(layer_idx: int) -> None:
+            state = self._codes_of(seq, layer_idx, kv_len)
+            staged[layer_idx] = self._stage(layer_idx, state, kv_len)
+
+        layers = [*self.heads]
+        for first in range(0, len(layers), _LAYERS_AT_ONCE):
+            group = layers[first : first + _LAYERS_AT_ONCE]
+            map_in_threads(stage, group, len(group))
+            for layer_idx in group:
+                self._load_layer(slot, layer_idx, staged.pop(layer_idx), kv_len)
 
     def reserve(self, slot: int, kv_len: int) -> None:
         """Pages for a step that ends with `kv_len` tokens.
@@ -234,26 +248,35 @@ class ResidentCodes:
     def _pages_of(self, layer_idx: int) -> DevicePages:
         return self._pages[len(self.heads[layer_idx])]
 
-    def _load_layer(self, slot: int, layer_idx: int, state: State, kv_len: int) -> None:
+    def _stage(self, layer_idx: int, state: State, kv_len: int) -> _Staged:
+        """A layer's codes where the GPU can fetch them: a head at a time, since what is kept for
+        tokens to come lies between them."""
+        num_blocks = -(-kv_len // state["codes"].shape[-1])
+        sizes = {"codes": num_blocks, "scales": kv_len, "mean": None}
+        staged: _Staged = {}
+        for name, size in sizes.items():
+            heads = [torch.from_numpy(state[name][i, :size]) for i in self._places[layer_idx]]
+            shape, dtype = (len(heads), *heads[0].shape), heads[0].dtype
+            out = torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+            staged[name] = torch.stack(heads, out=out)
+        return staged
+
+    def _load_layer(self, slot: int, layer_idx: int, staged: _Staged, kv_len: int) -> None:
         try:
-            self._copy_layer(slot, layer_idx, state, kv_len)
+            self._copy_layer(slot, layer_idx, staged, kv_len)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"the GPU has no memory left to bring the codes of {kv_len:,} keys there; place "
                 "fewer heads there, lower the batch size or the context"
             ) from error
 
-    def _copy_layer(self, slot: int, layer_idx: int, state: State, kv_len: int) -> None:
-        places, num_heads = self._places[layer_idx], len(self.heads[layer_idx])
-        means = torch.from_numpy(state["mean"][places])
-        self.means[layer_idx][slot] = means.to(self._device)
-        page_tokens = self.shape.page_tokens
+    def _copy_layer(self, slot: int, layer_idx: int, staged: _Staged, kv_len: int) -> None:
+        num_heads, page_tokens = len(self.heads[layer_idx]), self.shape.page_tokens
         num_pages = -(-kv_len // page_tokens)
-        blocks = -(-kv_len // state["codes"].shape[-1])
-
-        def on_device(x: npt.NDArray[np.generic]) -> Tensor:
-            # A head at a time: what is kept for tokens to come lies between them.
-            return torch.stack([torch.from_numpy(x[place]).to(self._device) for place in places])
+        codes, scales, mean = (
+            staged[name].to(self._device, non_blocking=True) for name in ("codes", "scales", "mean")
+        )
+        self.means[layer_idx][slot] = mean
 
         def to_pages(x: Tensor) -> Tensor:
             """uint8 [num_pages, ..] of [num_heads, at least kv_len, ..]."""
@@ -262,8 +285,8 @@ class ResidentCodes:
             of_pages = pages.view(num_heads, num_pages, -1).transpose(0, 1).contiguous()
             return of_pages.flatten(1).view(torch.uint8)
 
-        codes = on_device(state["codes"][:, :blocks]).mT.flatten(1, 2)
-        loaded = torch.cat((to_pages(codes), to_pages(on_device(state["scales"]))), dim=1)
+        by_token = codes.mT.flatten(1, 2)
+        loaded = torch.cat((to_pages(by_token), to_pages(scales)), dim=1)
         for address, page in zip(self._addresses[slot][layer_idx], loaded, strict=False):
             self._pages_of(layer_idx).page(address).copy_(page)
 

@@ -140,7 +140,7 @@ def append(pointer: Any) -> None:
 class SketchState(LayerState):
     """Codes of all keys."""
 
-    layout = STATE
+    layout, catches_up = STATE, True
     policy: Sketch
 
     def build(self, context: BuildContext) -> State:
@@ -264,13 +264,8 @@ class SketchDevice(DeviceSupport):
 
         def finish() -> State:
             arrays = make()
-
-            def fill(head: int) -> None:
-                for name, x in found.items():
-                    arrays[name][head, : x.shape[1]] = x[head].numpy()
-
-            # New memory, whose pages the system has to zero: longer than all else here.
-            map_in_threads(fill, range(len(mean)), context.pool.num_threads)
+            for name, x in found.items():
+                torch.from_numpy(arrays[name])[:, : x.shape[1]].copy_(x)
             return arrays
 
         return finish

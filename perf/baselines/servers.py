@@ -138,7 +138,8 @@ def _offload(*options: str, model: Callable[[], str] = _model) -> Callable[[Sett
         if setting.gpu_bytes is not None:
             given += ["--device", "cuda", "--max-memory", f"0={setting.gpu_bytes >> 20}MiB"]
         if setting.gpu_bytes is not None and setting.kept:  # in memory alone, as the others do
-            given += ["--session-memory", f"{setting.kv_bytes >> 20}MiB", "--session-disk", "1MiB"]
+            with_arrays = 5 * setting.kv_bytes // 4  # of policies
+            given += ["--session-memory", f"{with_arrays >> 20}MiB", "--session-disk", "1MiB"]
         return given
 
     return command

@@ -94,7 +94,7 @@ def test_servers_share_out_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     setting = servers.Setting(**given, sequences=2, kept=3)
     assert setting.kv_bytes == 3 * 2**20 * 2 * 2 * 2 * 64 * 2
     ours, vllm = (" ".join(x.command(setting)) for x in servers.named(["offload, auto", "vLLM"]))
-    assert "--device cuda --max-memory 0=24576MiB --session-memory 3072MiB" in ours
+    assert "--device cuda --max-memory 0=24576MiB --session-memory 3840MiB" in ours
     assert "--gpu-memory-utilization 0.2500 --kv-offloading-size 3" in vllm
     others = [peer.name for peer in servers.PEERS if not peer.reads_folder]
     assert len(others) == 5

@@ -24,6 +24,7 @@ import torch
 from offload.kv.ledger import MemoryLedger
 from offload.system.errors import HostBudgetError
 from offload.system.huge_pages import map_slab
+from offload.system.interrupts import shielded
 from offload.system.memory import format_bytes, host_memory_limit_bytes
 from offload.system.pinned_memory import HostRegistration
 
@@ -39,22 +40,30 @@ Slot = tuple[int, tuple[int, ...]]
 
 
 class _Coming:
-    """A slab that is mapped, touched and registered in a thread of its own."""
+    """A slab that is mapped, touched and registered in a thread of its own.
+
+    Attributes:
+        slab: None until it is there, or where the system refuses it.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
 
     def __init__(self, num_pages: int, make: Callable[[], torch.Tensor]) -> None:
         self.num_pages, self._make = num_pages, make
-        self._slab: torch.Tensor | None = None
+        self.slab: torch.Tensor | None = None
         self._thread = threading.Thread(target=self._run, name="offload-slab", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            self._slab = self._make()
+        try:
+            with contextlib.suppress(OSError):
+                self.slab = self._make()
+        finally:
+            del self._make  # and with it the pool, which may go once the slab is known
 
-    def wait(self) -> torch.Tensor | None:
-        """None: the system refused it."""
+    def wait(self) -> None:
         self._thread.join()
-        return self._slab
 
 
 class PagePool:
@@ -96,10 +105,11 @@ class PagePool:
         self._free_ids: Int64Array = np.empty(0, np.int64)
         self._num_free = self.num_used = 0
         self._registration = registration
-        self._coming: _Coming | None = None  # in `reserved_bytes`
+        self._coming: list[_Coming] = []  # one at most, which is in `reserved_bytes`
         # A pool that is dropped without close() must not leave the driver with addresses that the
         # system will give to others. Not at exit: the driver may be gone by then.
-        self._release = weakref.finalize(self, _give_back, registration, self._slabs)
+        held = self._slabs, self._coming
+        self._release = weakref.finalize(self, _give_back, registration, *held)
         self._release.atexit = False
 
     @property
@@ -146,16 +156,15 @@ class PagePool:
 
     def prepare(self, num_pages: int) -> None:
         """Begin to make room for so many pages, in a thread: the system takes a second to zero
-        4 GiB, and the driver to register 25. Nothing happens where they do not fit, or some are on
-        their way; who needs them waits, and is told."""
+        4 GiB, and the driver to register 25. Nothing happens where they do not fit, no thread can
+        be started, or some are on their way; who needs them waits, and is told."""
         missing = num_pages - self._num_free
-        if self._coming is not None or missing <= 0:
+        if self._coming or missing <= 0:
             return
-        with contextlib.suppress(HostBudgetError):
+        with contextlib.suppress(HostBudgetError, RuntimeError), shielded():
             size = self._pages_of_slab(missing)
-            make = partial(self._make_slab, size)
+            self._coming.append(_Coming(size, partial(self._make_slab, size)))
             self.reserved_bytes += _mapped_bytes(size * self.page_bytes)
-            self._coming = _Coming(size, make)
 
     def share(self, page_ids: Int64Array) -> None:
         """One more owner for each of `page_ids` (distinct)."""
@@ -273,14 +282,15 @@ class PagePool:
 
     def _take_coming(self) -> None:
         """What was prepared is there, or is not."""
-        coming, self._coming = self._coming, None
-        if coming is None:
+        if not self._coming:
             return
-        slab = coming.wait()
-        if slab is None:
-            self.reserved_bytes -= _mapped_bytes(coming.num_pages * self.page_bytes)
-        else:
-            self._install(slab)
+        self._coming[0].wait()  # after ctrl-C it is still on its way
+        with shielded():
+            coming = self._coming.pop()
+            if coming.slab is None:
+                self.reserved_bytes -= _mapped_bytes(coming.num_pages * self.page_bytes)
+            else:
+                self._install(coming.slab)
 
     def _install(self, slab: torch.Tensor) -> None:
         """Its pages are free; `reserved_bytes` has it."""
@@ -324,11 +334,15 @@ class PagePool:
         )
 
 
-def _give_back(registration: HostRegistration | None, slabs: dict[int, torch.Tensor]) -> None:
+def _give_back(
+    registration: HostRegistration | None, slabs: dict[int, torch.Tensor], coming: list[_Coming]
+) -> None:
     if registration is not None:
-        for slab in slabs.values():
+        made = (x.slab for x in coming if x.slab is not None)  # its thread has kept the pool
+        for slab in (*slabs.values(), *made):
             registration.unregister(slab.data_ptr())
     slabs.clear()  # the mapping goes with the last tensor over it
+    coming.clear()
 
 
 def page_shape(

@@ -52,6 +52,7 @@ class PolicyPart(SequencePart):
                     array = array.view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
                 row.add(f"state.{layer_idx}.{name}", array)
         row.numbers["capacity_tokens"] = saved.capacity_tokens
+        row.numbers["num_built"] = saved.num_built
         row.numbers["queries"] = {str(layer): n for layer, (_, n) in saved.queries.items()}
         row.numbers["records"] = records
 
@@ -69,6 +70,7 @@ class PolicyPart(SequencePart):
         store, kv_len = self._attention.store, int(row.numbers["kv_len"])
         saved = SavedState(row.read_array("marks"))
         saved.capacity_tokens = int(row.numbers["capacity_tokens"])
+        saved.num_built = int(row.numbers.get("num_built", kv_len))  # older files lack it
         if len(saved.marks) > kv_len or saved.marks.dtype != np.uint8:
             raise SessionMiss(f"{len(saved.marks)} marks of {kv_len} tokens")
         for layer, newest in row.numbers["queries"].items():

@@ -77,7 +77,7 @@ class SavedState:
     Attributes:
         marks: uint8, of the text of its first tokens.
         layers: the policy's arrays of each layer; none: they were not built.
-        capacity_tokens: that these have room for.
+        capacity_tokens, num_built: as of `LayerArrays`.
         queries: of each layer that keeps recent ones [num_qo_heads, n, head_dim], oldest first, and
             of how many tokens the last is the newest.
     """
@@ -85,6 +85,7 @@ class SavedState:
     marks: npt.NDArray[np.uint8]
     layers: dict[int, State] = field(default_factory=dict)
     capacity_tokens: int = 0
+    num_built: int = 0
     queries: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     @property
@@ -103,7 +104,6 @@ class Remembered:
         draft: after one of several rows, until the next.
         spare: memory of a draft's copy.
         built: since the last `begin`.
-        num_built: tokens that the arrays were last built from; 0: not known.
     """
 
     arrays: LayerArrays | None = None
@@ -114,7 +114,6 @@ class Remembered:
     draft: Before | None = None
     spare: LayerArrays | None = None
     built: Built | None = None
-    num_built: int = 0
 
     def queries_of(self, layer_idx: int, keys: Tensor, num_qo_heads: int) -> Tensor:
         """[num_qo_heads, n, head_dim], the last of them of the last of the tokens of `keys`
@@ -135,7 +134,6 @@ class Remembered:
             marks=self.marks.copy(),
             draft=None if self.draft is None else self.draft.copy(),
             built=None if self.built is None else (self.built[0], copies_of(self.built[1])),
-            num_built=self.num_built,
         )
 
     def saved(self) -> SavedState:
@@ -143,6 +141,7 @@ class Remembered:
         saved = SavedState(self.marks.array[: self.marks.length])
         if self.arrays is not None:
             saved.capacity_tokens = self.arrays.capacity_tokens
+            saved.num_built = self.arrays.num_built
             saved.layers = {i: arrays for i, arrays in enumerate(self.arrays.layers) if arrays}
         for layer_idx, recent in (self.queries or {}).items():
             saved.queries[layer_idx] = recent.kept().cpu(), recent.kv_len

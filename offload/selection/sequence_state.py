@@ -26,15 +26,18 @@ class LayerArrays:
 
     Args:
         layers: of each layer; {} where the policy is not asked.
+        num_built: of the sequence's tokens, how many they were built from.
 
     Attributes:
         built: the layers that have some.
     """
 
-    def __init__(self, layout: StateLayout, layers: list[State], capacity_tokens: int) -> None:
+    def __init__(
+        self, layout: StateLayout, layers: list[State], capacity_tokens: int, num_built: int
+    ) -> None:
         self._layout = layout
         self.layers = layers
-        self.capacity_tokens = capacity_tokens
+        self.capacity_tokens, self.num_built = capacity_tokens, num_built
         self.pointers = np.zeros((len(layers), len(layout)), np.int64)
         for layer_idx, arrays in enumerate(layers):
             if arrays:
@@ -45,7 +48,7 @@ class LayerArrays:
     def only(self, layers: Set[int]) -> LayerArrays:
         """The same arrays, of some of the layers."""
         kept = [arrays if i in layers else {} for i, arrays in enumerate(self.layers)]
-        return LayerArrays(self._layout, kept, self.capacity_tokens)
+        return LayerArrays(self._layout, kept, self.capacity_tokens, self.num_built)
 
     def copy(self, into: LayerArrays | None = None) -> LayerArrays:
         """A copy; in the memory of `into`, if it is as large."""
@@ -53,10 +56,10 @@ class LayerArrays:
             for arrays, sources in zip(into.layers, self.layers, strict=True):
                 for name, source in sources.items():
                     np.copyto(arrays[name], source)
-            into.capacity_tokens = self.capacity_tokens
+            into.capacity_tokens, into.num_built = self.capacity_tokens, self.num_built
             return into
         layers = [{name: x.copy() for name, x in arrays.items()} for arrays in self.layers]
-        return LayerArrays(self._layout, layers, self.capacity_tokens)
+        return LayerArrays(self._layout, layers, self.capacity_tokens, self.num_built)
 
 
 class RecentQueries:

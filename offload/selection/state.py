@@ -210,7 +210,7 @@ class PolicyStates:
                 copied=copied,
                 queries=queries,
                 num_marks=known.marks.length,
-                rewinds=not prefill and not several,
+                rewinds=not several and (not prefill or seq in staying),
                 rows={} if several else None,
                 draft=draft,
                 spare=spare,
@@ -230,7 +230,7 @@ class PolicyStates:
         if not self._state.catches_up or known.arrays is None:
             return False
         num_tokens = self._store.kv_len(seq)
-        more = num_tokens + num_new - (known.num_built or num_tokens)
+        more = num_tokens + num_new - known.arrays.num_built
         return self.built_layers <= known.arrays.built and more * _LEAST_OLDER <= num_tokens
 
     def begin_draft(self, seqs: Sequence[int]) -> None:
@@ -301,7 +301,7 @@ class PolicyStates:
                 self._state.grow(i, old, capacity, self._pool) if old else {}
                 for i, old in enumerate(arrays.layers)
             ]
-            arrays = known.arrays = self._layer_arrays(layers, capacity)
+            arrays = known.arrays = self._layer_arrays(layers, capacity, arrays.num_built)
         if arrays is None or not self._is_built(arrays):
             if num_tokens is None:
                 num_tokens = max(self._store.kv_len(seq), kv_len - 1)
@@ -387,7 +387,7 @@ class PolicyStates:
             if not self.has_arrays:
                 raise ValueError(f"policy {self.policy.name!r} keeps no arrays")
             layers = [saved.layers.get(i, {}) for i in range(self._store.num_layers)]
-            known.arrays = self._layer_arrays(layers, saved.capacity_tokens)
+            known.arrays = self._layer_arrays(layers, saved.capacity_tokens, saved.num_built)
         if saved.queries:
             known.queries = {layer_idx: self._no_queries(layer_idx) for layer_idx in saved.queries}
         for layer_idx, (queries, kv_len) in saved.queries.items():
@@ -436,6 +436,7 @@ class PolicyStates:
         for queries in (known.queries or {}).values():
             queries.truncate(kv_len)
         if known.arrays is not None and (draft is None or kv_len < draft.kv_len):
+            known.arrays.num_built = min(known.arrays.num_built, kv_len)
             self._change(known, self._state.truncate, kv_len)
         return None
 
@@ -499,8 +500,10 @@ class PolicyStates:
         """Take the arrays of all layers that have some, as `build_context` has it."""
         known = self._known[seq]
         arrays = [layers.get(layer_idx, {}) for layer_idx in range(self._store.num_layers)]
-        installed = self._layer_arrays(arrays, capacity or self.bytes.capacity(kv_len))
-        known.arrays, known.num_built = installed, kv_len - 1
+        # Of some layers they may have been there.
+        num_built = kv_len - 1 if known.arrays is None else known.arrays.num_built
+        capacity = capacity or self.bytes.capacity(kv_len)
+        known.arrays = installed = self._layer_arrays(arrays, capacity, num_built)
         queries, known.queries = known.queries, None
         if known.before is not None:
             known.built = (kv_len - 1, queries)
@@ -565,8 +568,10 @@ class PolicyStates:
         num_queries = self.policy.state.observed_queries
         return RecentQueries(num_qo_heads, num_queries, head_dim, self._store.dtype)
 
-    def _layer_arrays(self, layers: Sequence[State], capacity_tokens: int) -> LayerArrays:
+    def _layer_arrays(
+        self, layers: Sequence[State], capacity_tokens: int, num_built: int
+    ) -> LayerArrays:
         layout = self._state.layout
         assert layout is not None
         contiguous = [{name: np.ascontiguousarray(x) for name, x in of.items()} for of in layers]
-        return LayerArrays(layout, contiguous, capacity_tokens)
+        return LayerArrays(layout, contiguous, capacity_tokens, num_built)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import mmap
+import signal
+import threading
 
 import numpy as np
 import psutil
@@ -386,3 +388,64 @@ def test_what_a_driver_refuses_to_prepare() -> None:
     driver.refuses = False
     assert len(pool.allocate(10)) == 10
     pool.close()
+
+
+def test_where_no_thread_can_be_started_nothing_is_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool, driver = pool_of(40)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuses)
+        pool.prepare(10)
+    assert pool.reserved_bytes == 0
+    pool.prepare(10)
+    assert len(pool.allocate(10)) == 10
+    pool.close()
+    assert not driver.slabs
+
+
+def test_a_dropped_pool_gives_back_what_was_prepared() -> None:
+    pool, driver = pool_of(40)
+    registered = threading.Event()
+    register = driver.register
+
+    def register_late(address: int, num_bytes: int) -> None:
+        registered.wait()
+        register(address, num_bytes)
+
+    driver.register = register_late  # type: ignore[method-assign]
+    pool.prepare(10)
+    (coming,) = pool._coming
+    del pool
+    registered.set()
+    coming.wait()
+    del coming
+    gc.collect()
+    assert not driver.slabs
+
+
+def test_ctrl_c_while_waiting_for_what_is_prepared() -> None:
+    pool, driver = pool_of(40)
+    register, goes_on = driver.register, threading.Event()
+
+    def register_late(address: int, num_bytes: int) -> None:
+        goes_on.wait()
+        register(address, num_bytes)
+
+    driver.register = register_late  # type: ignore[method-assign]
+    pool.prepare(10)
+    main = threading.get_ident()
+    interrupt = threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.allocate(10)
+    interrupt.join()
+    assert pool.num_used == 0
+    goes_on.set()
+    assert len(pool.allocate(10)) == 10
+    assert pool.reserved_bytes == sum(driver.slabs.values()) == 12 * pool.page_bytes
+    pool.close()
+    assert not driver.slabs

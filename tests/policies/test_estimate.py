@@ -229,6 +229,74 @@ def test_a_step_is_taken_back_bit_for_bit(pool):
     assert_same_arrays(after, before)
 
 
+def read(cache: Cache, states, n: int, *, fails: bool = False, between=lambda: None) -> None:
+    """A prefill of n tokens, after which `between` runs in the same pass."""
+    kv_len = cache.store.kv_len(cache.seq)
+    states.begin([cache.seq], [n], prefill=True)
+    cache.store.reserve([cache.seq], [n])
+    for layer_idx in range(2):
+        rows = torch.randn(2, n, 2, 64).unbind()
+        cache.store.append(cache.seq, layer_idx, *rows)
+    cache.store.commit([cache.seq], [n])
+    between()
+    if fails:
+        states.roll_back(cache.seq)
+        cache.store.truncate(cache.seq, kv_len)
+    else:
+        states.commit([cache.seq])
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_draft_behind_few_new_tokens_is_taken_back(is_known, pool):
+    """Where the pass fails, the clusters have none of its tokens."""
+    cache, queries = make_case(torch.float32, 300, rows=1)
+    attention = cache.attention(pool, GROUP_SIZE, small("exact_topk"))
+    states, new = attention.states, torch.randn(2, 64)
+    grow_by_one(cache, attention, queries, new, new)
+
+    def draft() -> None:
+        if is_known:
+            states.begin_draft([cache.seq])
+        for _ in range(3):
+            grow_by_one(cache, attention, queries, new, new)
+
+    kept = states.arrays_of(cache.seq)
+    read(cache, states, 20, fails=True, between=draft)
+    assert (kept.layers[1]["estimate_header"]["end"] == 300 + 1 + 20 + 3 - 8).all()
+    grow_by_one(cache, attention, queries, new, new)
+    arrays = arrays_of(attention, cache.seq)
+    assert (arrays["estimate_header"]["end"] <= 302 - 8).all()
+    counted = [(row != NO_CLUSTER).sum() for row in arrays["estimate_cluster_of"]]
+    assert (arrays["estimate_counts"].sum(-1) == counted).all()
+
+
+def test_it_is_known_how_old_what_stays_is(pool):
+    """After what fails, from a file, in a fork, and behind a cut."""
+    cache, queries = make_case(torch.float32, 300, rows=1)
+    attention = cache.attention(pool, GROUP_SIZE, small("exact_topk"))
+    states, new, seq = attention.states, torch.randn(2, 64), cache.seq
+    grow_by_one(cache, attention, queries, new, new)
+    built = states.arrays_of(seq)
+    read(cache, states, 200, fails=True, between=lambda: states.ensure(seq, 502))  # built again
+    assert states.arrays_of(seq) is built
+    fork, loaded = cache.store.fork(seq), cache.store.fork(seq)
+    states.fork(seq, fork)
+    states.restore(loaded, states.save(fork))
+    for cache.seq in (seq, fork, loaded):
+        read(cache, states, 20)
+        assert states.arrays_of(cache.seq) is not None
+        read(cache, states, 20)  # 41 are more than an eighth
+        assert states.arrays_of(cache.seq) is None
+        states.ensure(cache.seq, cache.store.kv_len(cache.seq) + 1)
+        states.truncate(cache.seq, 335)
+        cache.store.truncate(cache.seq, 335)
+        assert states.arrays_of(cache.seq).num_built == 335
+        read(cache, states, 40)
+        assert states.arrays_of(cache.seq) is not None
+        read(cache, states, 20)
+        assert states.arrays_of(cache.seq) is None
+
+
 def test_growing_keeps_what_is_there(pool):
     state = EstimateState(small("quest"), 8)
     state.asking = state.estimating = frozenset({1})

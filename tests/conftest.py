@@ -149,10 +149,7 @@ def offloaded_models(tiny_folders: dict[str, Path]) -> dict[str, Any]:
     """The offloaded model of each of LEAN_MODELS; pages and slices are small, to be crossed."""
     return {
         name: OffloadedModel.from_pretrained(
-            folder,
-            num_threads=2 if name == "qwen3" else 1,
-            page_tokens=16,
-            prefill_slice_tokens=24,
+            folder, num_threads=2 if name == "qwen3" else 1, page_tokens=16, prefill_slice_tokens=24
         )
         for name, folder in tiny_folders.items()
     }

@@ -41,8 +41,7 @@ def test_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "backend"),
-    [(None, "graph"), ("it cannot wait", "stream: it cannot wait")],
+    ("reason", "backend"), [(None, "graph"), ("it cannot wait", "stream: it cannot wait")]
 )
 def test_gpus_and_the_backend_they_would_use(reason, backend, monkeypatch) -> None:
     monkeypatch.setattr("offload.system.machine.gpus", lambda: ["NVIDIA T4"])

@@ -78,11 +78,7 @@ def test_json_is_a_placement(h200: str, tmp_path: Path) -> None:
             "sketch",
             "hard look-ups at 24K: -0.7 ± 1.5 points of full attention (measured on SmolLM2-135M)",
         ),
-        (
-            ["--device", "cpu"],
-            "sketch",
-            "auto: exact up to 8,192 tokens, then sketch",
-        ),
+        (["--device", "cpu"], "sketch", "auto: exact up to 8,192 tokens, then sketch"),
         (["--device", "cpu", "--context", "8192"], "full", "auto: exact: contexts up to 8,192"),
     ],
 )

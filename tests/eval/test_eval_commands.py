@@ -319,12 +319,7 @@ def test_every_window_begins_as_the_tokenizer_has_texts_begin() -> None:
 @pytest.mark.parametrize(
     ("kind", "arguments", "code", "message"),
     [
-        (
-            "ruler",
-            ["--tasks", "niah"],
-            2,
-            "unknown 'niah'; available: niah_single_1",
-        ),
+        ("ruler", ["--tasks", "niah"], 2, "unknown 'niah'; available: niah_single_1"),
         ("ruler", ["--policy", "qest"], 2, "unknown 'qest'; available: auto, exact_topk, full"),
         ("ruler", ["--option", "alpha=1"], 2, "no option 'alpha' in auto"),
         ("ruler", ["--policy", "quest", "--option", "recent_tokens=5000"], 2, "cannot hold"),
@@ -440,11 +435,7 @@ def test_bounds_that_cannot_be(
     for arguments, code, message in (
         (["--host-share", "1"], 2, "must be above 0 and below 1, got 1.0"),
         (["--host-share", "half"], 2, "expected shares above 0"),
-        (
-            ["--host-share", "0.5", "--evictions", "h2o"],
-            2,
-            "unknown 'h2o'; available: auto",
-        ),
+        (["--host-share", "0.5", "--evictions", "h2o"], 2, "unknown 'h2o'; available: auto"),
         (["--evictions", "dropped"], 2, "needs --host-share"),
         (["--host-share", "0.5", "--device", "cuda"], 2, "bounds are scored on the CPU, but"),
         (["--host-share", "0.2", "--evictions", "fitted"], 1, "a page of 256 tokens need"),

@@ -161,11 +161,7 @@ def test_layers_may_repeat_in_memory_of_their_own(pool: WorkerPool, rotary_emb: 
     policy = make_policy("quest", budget_tokens=256)
     done: list[tuple[int, int]] = []
     cache = make(
-        pool,
-        rotary_emb,
-        distinct_layers=2,
-        policies=[policy],
-        on_layer=lambda *at: done.append(at),
+        pool, rotary_emb, distinct_layers=2, policies=[policy], on_layer=lambda *at: done.append(at)
     )
     assert done == [(1, 2), (2, 2)]
     store, (seq,) = cache.store, cache.seqs

@@ -71,10 +71,7 @@ def draft(monkeypatch: pytest.MonkeyPatch, told: torch.Tensor, wrong_every: int)
     combinations([*QWEN, *OTHERS], ["full", "exact_topk", "quest", "lychee_cluster"]),
 )
 def test_tokens_are_those_without_drafts(
-    monkeypatch: pytest.MonkeyPatch,
-    folder_of: Callable[[str], Path],
-    model_type: str,
-    policy: str,
+    monkeypatch: pytest.MonkeyPatch, folder_of: Callable[[str], Path], model_type: str, policy: str
 ) -> None:
     options = (
         {}

@@ -327,11 +327,7 @@ def test_resuming_with_other_steps(
 
 @pytest.mark.parametrize(("mean", "found"), [(0.2, 0), (0.9, 6), (None, 2)])
 def test_gates_that_have_not_settled(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    mean: float | None,
-    found: int,
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mean: float | None, found: int
 ) -> None:
     """None, or far more heads than were asked for, are said; what is near the target is not."""
     means = torch.full((NUM_LAYERS, 2), 0.2 if mean is None else mean)

@@ -35,7 +35,7 @@ from offload.kv import page_pool  # noqa: E402
 
 page_pool.DEFAULT_SLAB_BYTES = 2 * 2**20
 
-from cases.tiny_models import LEAN_MODELS, byte_tokenizer, make_tiny_model  # noqa: E402
+from cases.tiny_models import LEAN_MODELS, byte_tokenizer, make_tiny_model, save_long_model  # noqa: E402
 
 from cpu_ops.worker_pool import WorkerPool  # noqa: E402
 from offload import OffloadedModel  # noqa: E402
@@ -120,6 +120,11 @@ def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         make_tiny_model(name).save_pretrained(folders[name])
         byte_tokenizer().save_pretrained(folders[name])
     return folders
+
+
+@pytest.fixture(scope="session")
+def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_long_model(tmp_path_factory.mktemp("long"))
 
 
 @pytest.fixture(scope="session")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cases.processes import run_program
 from cases.profile_cases import machine_profile
 from cases.tiny_models import byte_tokenizer, make_tiny_model, write_gguf
 from typer.testing import CliRunner
@@ -311,9 +311,6 @@ def test_help_is_fast() -> None:
         "sys.exit(','.join({'torch', 'transformers', 'numba'} & {*sys.modules}))"
     )
     start = time.monotonic()
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", check], cwd=root, capture_output=True, text=True, check=False
-    )
+    done = run_program(check)
     assert done.stderr.strip() == ""
     assert time.monotonic() - start < 20.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,13 +31,6 @@ from offload.system.memory import HostMemory
 SHAPE = MODEL_SHAPES["tiny"]
 CPU = torch.device("cpu")
 KV_LEN, NUM_STEPS = 700, 6
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    workers = WorkerPool(1)
-    yield workers
-    workers.close()
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases.answers import decoded_logits
 from cases.tiny_models import byte_tokenizer, make_tiny_model, random_tokens
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -68,15 +69,7 @@ def test_gates_of_0_and_1_are_lychee_decode(folder: Path) -> None:
     policy = LycheeDecode(budget_tokens=BUDGET, head_roles=roles)
     model = OffloadedModel.from_pretrained(folder, policy=policy, dtype="float32", num_threads=1)
     tokens = random_tokens(1, PROMPT + ANSWER, seed=1)
-    cache = model.new_cache()
-    model(tokens[:, :PROMPT], past_key_values=cache)
-    expected = torch.cat(
-        [
-            model(tokens[:, i : i + 1], past_key_values=cache).logits
-            for i in range(PROMPT, PROMPT + ANSWER)
-        ],
-        dim=1,
-    )
+    expected = decoded_logits(model, tokens, PROMPT)
     made = trainer()
     text = read_text(made.lean, tokens, PROMPT, torch.ones(1, ANSWER, dtype=torch.bool))
     gates = torch.from_numpy(retrieval).float()

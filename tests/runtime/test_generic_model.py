@@ -124,7 +124,7 @@ def test_tokens_are_those_of_the_stock_model(
     assert type(model).__name__ == type(stock).__name__
     assert isinstance(model, type(stock))
     for options in ({}, {"do_sample": True}, {"prefill_chunk_size": 8}):
-        for rows in (slice(1, 2), slice(0, 2)):
+        for rows in (slice(0, 2),) if options else (slice(1, 2), slice(0, 2)):
             found = []
             for each in (stock, model):
                 torch.manual_seed(3)

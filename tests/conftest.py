@@ -35,7 +35,7 @@ from offload.kv import page_pool  # noqa: E402
 
 page_pool.DEFAULT_SLAB_BYTES = 2 * 2**20
 
-from cases.tiny_models import LEAN_MODELS, byte_tokenizer, make_tiny_model  # noqa: E402
+from cases.tiny_models import LEAN_MODELS, byte_tokenizer, make_tiny_model, save_long_model  # noqa: E402
 
 from cpu_ops.worker_pool import WorkerPool  # noqa: E402
 from offload import OffloadedModel  # noqa: E402
@@ -123,6 +123,11 @@ def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_long_model(tmp_path_factory.mktemp("long"))
+
+
+@pytest.fixture(scope="session")
 def folder(tiny_folders: dict[str, Path]) -> Path:
     """Of the llama; files that need another model have a fixture of this name."""
     return tiny_folders["llama"]
@@ -149,10 +154,7 @@ def offloaded_models(tiny_folders: dict[str, Path]) -> dict[str, Any]:
     """The offloaded model of each of LEAN_MODELS; pages and slices are small, to be crossed."""
     return {
         name: OffloadedModel.from_pretrained(
-            folder,
-            num_threads=2 if name == "qwen3" else 1,
-            page_tokens=16,
-            prefill_slice_tokens=24,
+            folder, num_threads=2 if name == "qwen3" else 1, page_tokens=16, prefill_slice_tokens=24
         )
         for name, folder in tiny_folders.items()
     }

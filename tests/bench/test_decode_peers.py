@@ -164,9 +164,7 @@ def test_all_on_gpu_computes_what_the_stock_model_does(
     tokens = engine.tokens[:, None].clone()
     logits = engine.step()
     expected = model(
-        input_ids=tokens,
-        past_key_values=cache,
-        position_ids=torch.full_like(tokens, KV_LEN - 1),
+        input_ids=tokens, past_key_values=cache, position_ids=torch.full_like(tokens, KV_LEN - 1)
     ).logits[:, -1]
     error = (logits - expected).double().norm() / expected.double().norm()
     assert float(error) < 1e-5
@@ -194,9 +192,7 @@ def test_the_captured_step_is_the_stock_model_s() -> None:
     engine.tokens.fill_(7)
     logits = engine.step()
     expected = model(
-        input_ids=tokens,
-        past_key_values=cache,
-        position_ids=torch.full_like(tokens, 1999),
+        input_ids=tokens, past_key_values=cache, position_ids=torch.full_like(tokens, 1999)
     ).logits[:, -1]
     error = (logits - expected).double().norm() / expected.double().norm()
     assert float(error) < 2e-2

@@ -18,6 +18,14 @@ def alone(model: Any, prompt: list[int], num_tokens: int, **options: Any) -> lis
     return greedy(model, ids, num_tokens, **options)[0, len(prompt) :].tolist()
 
 
+def decoded_logits(model: Any, tokens: torch.Tensor, prompt_tokens: int) -> torch.Tensor:
+    """Of all tokens behind the prompt, given one by one."""
+    cache = model.new_cache()
+    model(tokens[:, :prompt_tokens], past_key_values=cache)
+    steps = tokens[:, prompt_tokens:].split(1, dim=1)
+    return torch.cat([model(x, past_key_values=cache).logits for x in steps], dim=1)
+
+
 def outputs_of(engine: Engine) -> list[RequestOutput]:
     """All outputs until there is nothing left to do."""
     outputs = list[RequestOutput]()

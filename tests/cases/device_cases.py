@@ -53,10 +53,7 @@ def small(name: str, budget_tokens: int = 64) -> Policy:
 
 
 def load(
-    folder: Path,
-    policy: Policy | str,
-    device_and_backend: tuple[str, str | None],
-    **options: Any,
+    folder: Path, policy: Policy | str, device_and_backend: tuple[str, str | None], **options: Any
 ) -> Any:
     """A model whose heads are where its policy needs them: a GPU would hold all of a tiny one."""
     device, backend = device_and_backend

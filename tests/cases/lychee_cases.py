@@ -76,11 +76,7 @@ class Stream:
 
     def __post_init__(self) -> None:
         self.store = KVStore(
-            num_layers=1,
-            num_kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
-            dtype=self.dtype,
-            page_tokens=16,
+            num_layers=1, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=self.dtype, page_tokens=16
         )
         self.attention = DecodeAttention(
             self.policy, self.store, num_qo_heads=KV_HEADS * GROUP, pool=self.pool

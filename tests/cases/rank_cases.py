@@ -68,10 +68,7 @@ def sampled(folder: Path, input_ids: torch.Tensor, seed: int | None, **options: 
 
 
 def bitwise(
-    folder: Path,
-    input_ids: torch.Tensor,
-    dtype: str,
-    load_options: dict[str, Any] | None = None,
+    folder: Path, input_ids: torch.Tensor, dtype: str, load_options: dict[str, Any] | None = None
 ) -> list[torch.Tensor]:
     """Logits of a prompt and of some decode steps."""
     model = load(folder, "full", dtype=dtype, **(load_options or {}))

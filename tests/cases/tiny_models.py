@@ -92,14 +92,11 @@ DENSE_MODELS = TINY_MODELS | {
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
                 "llama_4_scaling_beta": 0.5,
-            },
+            }
         },
     ),
     "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
-    "phi3": (
-        "phi3",
-        {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
-    ),
+    "phi3": ("phi3", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}}),
     "gemma3_text": (
         "gemma3_text",
         {

@@ -15,10 +15,7 @@ from cases.tiny_shapes import TINY_WINDOWED
 from typer.testing import CliRunner
 
 from offload.bench.decode.baselines.transformers_compiled import CannotCompileError
-from offload.bench.decode.engines import (
-    ENGINES,
-    describe,
-)
+from offload.bench.decode.engines import ENGINES, describe
 from offload.bench.decode.models import RandomModel, TextModel
 from offload.bench.eval.haystack import prose_text
 from offload.cli import app

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import typer
+from cases.processes import run_program
 
 from offload.cli.console import running
 
@@ -53,13 +54,7 @@ def test_nothing_is_wrapped_for_who_is_no_terminal(log_format: str | None, raise
         except typer.Exit:
             sys.exit(1)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"COLUMNS": "40"},
-        check=False,
-    )
+    done = run_program(script, COLUMNS="40")
     lines = done.stderr.splitlines()
     assert done.returncode == 1
     assert sum(LONG in line for line in lines) == 3

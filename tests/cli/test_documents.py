@@ -135,8 +135,7 @@ def test_commands_in_the_documents_exist() -> None:
     runner = CliRunner(env={"COLUMNS": "200"})
     for command in set(
         re.findall(
-            r"offload (generate|serve|plan|env|calibrate|(?:bench|eval) [a-z]+)\b",
-            USER_TEXTS,
+            r"offload (generate|serve|plan|env|calibrate|(?:bench|eval) [a-z]+)\b", USER_TEXTS
         )
     ):
         assert runner.invoke(app, [*command.split(), "--help"]).exit_code == 0

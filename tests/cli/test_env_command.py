@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from cases.processes import run_program
 from typer.testing import CliRunner
 
 from cpu_ops.native import available_isas, isa_name
@@ -41,8 +40,7 @@ def test_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "backend"),
-    [(None, "graph"), ("it cannot wait", "stream: it cannot wait")],
+    ("reason", "backend"), [(None, "graph"), ("it cannot wait", "stream: it cannot wait")]
 )
 def test_gpus_and_the_backend_they_would_use(reason, backend, monkeypatch) -> None:
     monkeypatch.setattr("offload.system.machine.gpus", lambda: ["NVIDIA T4"])
@@ -58,13 +56,7 @@ def test_the_description_names_no_host_and_no_path() -> None:
 
 
 def test_an_unknown_isa_is_one_line_on_stderr() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "from offload.cli import app; app()", "env"],
-        env={**os.environ, "OFFLOAD_ISA": "sse9"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_program("from offload.cli import app; app()", "env", OFFLOAD_ISA="sse9")
     assert done.returncode == 1
     assert done.stdout == ""
     assert "error: unknown ISA 'sse9'; available: scalar" in done.stderr

@@ -480,12 +480,7 @@ def test_the_demo_in_a_shorter_context() -> None:
 @pytest.mark.parametrize(
     ("crossover", "budget", "policies", "told"),
     [
-        (
-            None,
-            128,
-            ["auto (full)", "sketch"],
-            "auto did not take it here: exact: contexts",
-        ),
+        (None, 128, ["auto (full)", "sketch"], "auto did not take it here: exact: contexts"),
         (
             400,
             128,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cases.processes import run_program
 from cases.profile_cases import machine_profile
 from cases.tiny_models import byte_tokenizer, make_tiny_model, write_gguf
 from typer.testing import CliRunner
@@ -78,11 +78,7 @@ def test_json_is_a_placement(h200: str, tmp_path: Path) -> None:
             "sketch",
             "hard look-ups at 24K: -0.7 ± 1.5 points of full attention (measured on SmolLM2-135M)",
         ),
-        (
-            ["--device", "cpu"],
-            "sketch",
-            "auto: exact up to 8,192 tokens, then sketch",
-        ),
+        (["--device", "cpu"], "sketch", "auto: exact up to 8,192 tokens, then sketch"),
         (["--device", "cpu", "--context", "8192"], "full", "auto: exact: contexts up to 8,192"),
     ],
 )
@@ -315,9 +311,6 @@ def test_help_is_fast() -> None:
         "sys.exit(','.join({'torch', 'transformers', 'numba'} & {*sys.modules}))"
     )
     start = time.monotonic()
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", check], cwd=root, capture_output=True, text=True, check=False
-    )
+    done = run_program(check)
     assert done.stderr.strip() == ""
     assert time.monotonic() - start < 20.0

@@ -14,13 +14,7 @@ from pathlib import Path
 from compatibility.forward import CACHES, CHANGES, PASSES
 from compatibility.generation import CALLS, OPTIONS
 from compatibility.surroundings import LOADING, USERS
-from compatibility.table import (
-    DEFECTS,
-    Feature,
-    Verdict,
-    both_sides,
-    judge,
-)
+from compatibility.table import DEFECTS, Feature, Verdict, both_sides, judge
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 

@@ -334,10 +334,7 @@ CACHES = [
         "a `StaticCache` of the caller's",
         foreign_cache(lambda config: StaticCache(config=config, max_cache_len=64)),
     ),
-    Feature(
-        "keys and values as tensors (`cache.layers[1].keys`)",
-        read_cache,
-    ),
+    Feature("keys and values as tensors (`cache.layers[1].keys`)", read_cache),
     *(
         Feature(
             f"`{policy}`: a turn of {num_new} tokens over a cache, as in one prompt",

@@ -306,16 +306,10 @@ OPTIONS = [
         "`output_hidden_states` of a generation", call(SINGLE, **_DICT, output_hidden_states=True)
     ),
     Feature("group beams", call(SINGLE, num_beams=4, num_beam_groups=2), stock_refuses=True),
-    Feature(
-        "contrastive search",
-        call(SINGLE, penalty_alpha=0.6, top_k=4),
-        stock_refuses=True,
-    ),
+    Feature("contrastive search", call(SINGLE, penalty_alpha=0.6, top_k=4), stock_refuses=True),
     Feature("DoLa", call(SINGLE, dola_layers="low"), stock_refuses=True),
     Feature(
-        "constrained beams",
-        call(SINGLE, num_beams=3, force_words_ids=[[5, 6]]),
-        stock_refuses=True,
+        "constrained beams", call(SINGLE, num_beams=3, force_words_ids=[[5, 6]]), stock_refuses=True
     ),
     Feature(
         "`assistant_early_exit`",

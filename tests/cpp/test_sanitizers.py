@@ -46,10 +46,7 @@ def test_worker_pool_has_no_races():
 def test_decode_attention_has_no_races():
     run_threads(
         compile_program(
-            "decode_attention_stress.cpp",
-            kernels=["scalar"],
-            units=ATTENTION,
-            flags=THREAD,
+            "decode_attention_stress.cpp", kernels=["scalar"], units=ATTENTION, flags=THREAD
         )
     )
 
@@ -105,10 +102,7 @@ def test_decode_attention_stays_in_bounds():
 def test_kernels_stay_in_bounds_and_agree(flags):
     """Every ISA that runs here, on buffers of exactly the size a kernel may touch."""
     program = compile_program(
-        "kernel_parity.cpp",
-        kernels=ALL_ISAS,
-        units=["dispatch", "top_k"],
-        flags=flags,
+        "kernel_parity.cpp", kernels=ALL_ISAS, units=["dispatch", "top_k"], flags=flags
     )
     result = run([program])
     assert result.returncode == 0, result.stderr
@@ -119,10 +113,7 @@ def test_kernels_stay_in_bounds_and_agree(flags):
 @pytest.mark.parametrize("flags", [ADDRESS, BOTH], ids=["address", "address and undefined"])
 def test_causal_attention_stays_in_bounds_and_agrees(flags):
     program = compile_program(
-        "causal_parity.cpp",
-        kernels=ALL_ISAS,
-        units=["dispatch"],
-        flags=flags,
+        "causal_parity.cpp", kernels=ALL_ISAS, units=["dispatch"], flags=flags
     )
     result = run([program])
     assert result.returncode == 0, result.stderr

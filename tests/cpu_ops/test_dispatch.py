@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from cases.processes import run_program
 from cases.slowly import slow_but
 
 from cpu_ops import _native, native
@@ -43,17 +42,10 @@ print(native.isa_name())
 """
 
 
-def run_forced(isa: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OFFLOAD_ISA": isa}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.parametrize("isa", slow_but(AVAILABLE, "avx2"))
 def test_forced_isa_runs(isa):
-    result = run_forced(isa)
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    result = run_program(SCRIPT, OFFLOAD_ISA=isa, PYTHONPATH=paths)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == isa
 

@@ -190,14 +190,8 @@ def test_bad_input_is_refused(pool):
         ({"weights": [weight.double()]}, "dtype must be one of torch.float32"),
         ({"weights": [weight, weight.half()]}, r"weights\[1\] must be torch.float32"),
         ({"weights": [weight, torch.zeros(6, 16)]}, r"weights\[1\] must be .* \[6, 32\]"),
-        (
-            {"weights": [torch.zeros(32, 6).T]},
-            r"weights\[0\] must be .* contiguous",
-        ),
-        (
-            {"weights": [weight], "biases": [torch.zeros(5)]},
-            r"biases\[0\] must be .* \[6\]",
-        ),
+        ({"weights": [torch.zeros(32, 6).T]}, r"weights\[0\] must be .* contiguous"),
+        ({"weights": [weight], "biases": [torch.zeros(5)]}, r"biases\[0\] must be .* \[6\]"),
     ):
         with pytest.raises(ValueError, match=message):
             Linear(**arguments)

@@ -13,7 +13,7 @@ from cases.bounded_cases import rows_of
 from cases.device_cases import GRAPH, INLINE, STREAM, greedy, load, small, steps
 from cases.inside import compression_of, states_of, steps_of
 from cases.slowly import slow_but
-from cases.tiny_models import random_tokens, save_long_model
+from cases.tiny_models import random_tokens
 from torch.nn.functional import normalize
 
 from offload.decode.gpu.placement import HeadPlacement, Place
@@ -22,18 +22,13 @@ POLICIES = ["full", "lfps", "lychee_cluster", "per_head", "hard_kv"]
 BYTES = 3 * 2**19
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_long_model(tmp_path_factory.mktemp("bounded"))
-
-
 @pytest.fixture
-def bounded(folder: Path) -> Callable[..., Any]:
+def bounded(long_folder: Path) -> Callable[..., Any]:
     def load_bounded(policy: str, device_and_backend: Any, **more: Any) -> Any:
         chosen = "full" if policy == "full" else small(policy)
         # By reconstruction there is no GPU.
         options = {"host_bytes_per_sequence": BYTES, "condense_by": "attention", "num_threads": 1}
-        return load(folder, chosen, device_and_backend, **options, **more)
+        return load(long_folder, chosen, device_and_backend, **options, **more)
 
     return load_bounded
 

@@ -180,11 +180,7 @@ def test_nothing_to_gather_beside_the_window() -> None:
 # What is chosen
 
 
-costs = st.builds(
-    straight,
-    st.floats(0.0, 50.0),
-    st.floats(1e-7, 1e-3),
-)
+costs = st.builds(straight, st.floats(0.0, 50.0), st.floats(1e-7, 1e-3))
 
 
 @st.composite
@@ -280,9 +276,7 @@ def test_all_that_fits_is_on_the_gpu() -> None:
         room = DeviceRoom(work, DeviceRoom(work, None).num_bytes(everything))
         assert choose_placement(None, room) == everything
         layers = layer_heads(
-            everything.places,
-            work.selected_roles,
-            shares_selection=work.policy.shares_selection,
+            everything.places, work.selected_roles, shares_selection=work.policy.shares_selection
         )
         assert all(layer.is_resident for layer in layers)
         before = 0

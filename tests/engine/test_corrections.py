@@ -17,7 +17,7 @@ from cases.answers import answers_of_step as step
 from cases.correcting import read, rows_of
 from cases.inside import allow_host_bytes, runtime_of, states_of
 from cases.slowly import combinations, slow_but
-from cases.tiny_models import random_tokens, save_long_model
+from cases.tiny_models import random_tokens
 
 from offload import Engine, OffloadedModel, SamplingParams
 from offload.engine.runner import Passes
@@ -44,8 +44,8 @@ def load(folder: Path, name: str = "quest", every: int | None = EVERY, **options
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_long_model(tmp_path_factory.mktemp("long"))
+def folder(long_folder: Path) -> Path:
+    return long_folder
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from cases.answers import alone as answer_alone
 from cases.answers import answers, answers_of_step, outputs_of, tokens_of
 from cases.inside import allow_host_bytes, runtime_of, states_of
 from cases.slowly import slow_but
-from cases.tiny_models import byte_tokenizer, random_tokens, save_long_model
+from cases.tiny_models import byte_tokenizer, random_tokens
 
 from offload import HostBudgetError, OffloadedModel, SessionMiss
 from offload.engine.engine import Engine, QueueFullError
@@ -53,11 +53,6 @@ def load(
     few = {"budget_tokens": 12} if name == "streaming_llm" else few or FEW
     policy = make_policy(name, **{key: few for key, few in few.items() if key in names})
     return OffloadedModel.from_pretrained(folder, policy=policy, dtype="float32", **options)
-
-
-@pytest.fixture(scope="module")
-def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_long_model(tmp_path_factory.mktemp("long"))
 
 
 def some_prompts() -> list[list[int]]:

@@ -34,10 +34,7 @@ IDS = torch.randint(3, 250, (8, 200), generator=torch.Generator().manual_seed(1)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(
-    scope="module",
-    params=slow_but([*TYPES, *INLINE], *TYPES[:2], *INLINE[1:4]),
-)
+@pytest.fixture(scope="module", params=slow_but([*TYPES, *INLINE], *TYPES[:2], *INLINE[1:4]))
 def model(request: pytest.FixtureRequest) -> Any:
     """The last one with its modules as on a GPU, apart from the attention of decode steps."""
     model_type, *backend = request.param.split()

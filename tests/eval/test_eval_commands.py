@@ -97,8 +97,8 @@ def test_several_prompts_in_the_same_steps(ruler: list[str], whole: Any, tmp_pat
 
 def test_hard_set(roomy_folder: Path) -> None:
     arguments = ["--context", "1900", "--tasks", "two_steps,asked,asked_lines", "--samples", "2"]
-    arguments += ["--batch-size", "2", "--json"]
-    result = runner.invoke(app, command("ruler", roomy_folder, *POLICIES, *arguments))
+    arguments += ["--policy", "exact_topk", "--budget-tokens", "64", "--batch-size", "2", "--json"]
+    result = runner.invoke(app, command("ruler", roomy_folder, *arguments))
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert [cell["samples"] for cell in document["cells"]] == [2, 2, 2]
@@ -118,7 +118,8 @@ def test_another_device_reads_the_prompts(ruler: list[str], whole: Any) -> None:
     assert "unknown device 'tpu'" in flat(result.stderr)
 
 
-def test_divergence_from_full_attention(ruler: list[str], whole: Any) -> None:
+def test_divergence_from_full_attention(ruler: list[str], whole: Any, tmp_path: Path) -> None:
+    ruler = [*ruler, "--resume", str(tmp_path / "answers.jsonl")]
     result = runner.invoke(app, [*ruler, "--kl", "--json"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
@@ -132,8 +133,8 @@ def test_divergence_from_full_attention(ruler: list[str], whole: Any) -> None:
     assert f"{topk:.5f}" in table
 
 
-def test_tables_and_markdown(ruler: list[str]) -> None:
-    ruler = [*ruler, "--context", "1100", "--samples", "1"]
+def test_tables_and_markdown(ruler: list[str], tmp_path: Path) -> None:
+    ruler = [*ruler, "--context", "1100", "--samples", "1", "--resume", str(tmp_path / "answers")]
     result = runner.invoke(app, ruler)
     assert result.exit_code == 0, result.output
     assert "niah_single_1 *" in result.stdout
@@ -265,10 +266,10 @@ def test_perplexity(roomy_folder: Path, tmp_path: Path) -> None:
     assert "12 decode steps of 2 windows" in result.stdout
 
 
-def test_selections_are_judged(roomy_folder: Path) -> None:
+def test_selections_are_judged(roomy_folder: Path, tmp_path: Path) -> None:
     arguments = ["--context", "300", "--steps", "12", "--windows", "2", "--budget-tokens", "40"]
     arguments += ["--policy", "exact_topk", "--selections-every", "4", "--host-share", "0.8"]
-    arguments += ["--page-tokens", "16", "-o"]
+    arguments += ["--page-tokens", "16", "--resume", str(tmp_path / "windows"), "-o"]
     result = runner.invoke(app, command("perplexity", roomy_folder, *arguments, "json"))
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
@@ -319,12 +320,7 @@ def test_every_window_begins_as_the_tokenizer_has_texts_begin() -> None:
 @pytest.mark.parametrize(
     ("kind", "arguments", "code", "message"),
     [
-        (
-            "ruler",
-            ["--tasks", "niah"],
-            2,
-            "unknown 'niah'; available: niah_single_1",
-        ),
+        ("ruler", ["--tasks", "niah"], 2, "unknown 'niah'; available: niah_single_1"),
         ("ruler", ["--policy", "qest"], 2, "unknown 'qest'; available: auto, exact_topk, full"),
         ("ruler", ["--option", "alpha=1"], 2, "no option 'alpha' in auto"),
         ("ruler", ["--policy", "quest", "--option", "recent_tokens=5000"], 2, "cannot hold"),
@@ -440,11 +436,7 @@ def test_bounds_that_cannot_be(
     for arguments, code, message in (
         (["--host-share", "1"], 2, "must be above 0 and below 1, got 1.0"),
         (["--host-share", "half"], 2, "expected shares above 0"),
-        (
-            ["--host-share", "0.5", "--evictions", "h2o"],
-            2,
-            "unknown 'h2o'; available: auto",
-        ),
+        (["--host-share", "0.5", "--evictions", "h2o"], 2, "unknown 'h2o'; available: auto"),
         (["--evictions", "dropped"], 2, "needs --host-share"),
         (["--host-share", "0.5", "--device", "cuda"], 2, "bounds are scored on the CPU, but"),
         (["--host-share", "0.2", "--evictions", "fitted"], 1, "a page of 256 tokens need"),
@@ -459,10 +451,13 @@ def test_bounds_that_cannot_be(
         assert message in flat(result.stderr)
 
 
-def test_perplexity_of_int8_rows(roomy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_perplexity_of_int8_rows(
+    roomy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """KL is from keys and values of the model's dtype; one that is not small is warned of."""
     arguments = ["--context", "300", "--steps", "12", "--windows", "2", "--budget-tokens", "40"]
     arguments += ["--policy", "exact_topk", "--kv-dtype", "int8"]
+    arguments += ["--resume", str(tmp_path / "windows")]
     perplexity = command("perplexity", roomy_folder, *arguments)
     result = runner.invoke(app, [*perplexity, "--json"])
     assert result.exit_code == 0, result.output

@@ -120,11 +120,7 @@ def test_one_prompt_at_a_time_is_in_memory(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("kind", "arguments", "said"),
     [
-        (
-            "ruler",
-            ["--batch-size", "2"],
-            "--batch-size with a model of type 'gemma2', which has",
-        ),
+        ("ruler", ["--batch-size", "2"], "--batch-size with a model of type 'gemma2', which has"),
         ("ruler", ["--host-share", "0.5"], "--host-share with a model of type"),
         ("ruler", ["--policy", "lychee_decode"], "policy 'lychee_decode' with type 'gemma2'"),
         ("ruler", ["--context", "4096"], "4,096 tokens are more than the 2,048 positions"),

@@ -83,10 +83,7 @@ def theirs(lm_eval: Any, task: str, length: int, tokenizer: Any) -> list[dict[st
             tokenizer=tokenizer, num_samples=1, max_seq_length=500, incremental=5
         )[0]
         return utils.sys_vartrack_w_noise_random(
-            tokenizer=tokenizer,
-            num_samples=NUM_SAMPLES,
-            max_seq_length=length,
-            icl_example=example,
+            tokenizer=tokenizer, num_samples=NUM_SAMPLES, max_seq_length=length, icl_example=example
         )
     if task == "cwe":
         importlib.reload(lm_eval.cwe_utils)  # it has a generator that goes on from call to call

@@ -201,10 +201,7 @@ def test_a_prompt_that_is_too_long(shared: SharedModel) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"backend": "inline"},
-        pytest.param({"device": "cuda"}, marks=pytest.mark.cuda),
-    ],
+    [{"backend": "inline"}, pytest.param({"device": "cuda"}, marks=pytest.mark.cuda)],
     ids=["inline", "cuda"],
 )
 def test_the_device_pipeline_shares_a_model_too(

@@ -7,18 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases.tiny_models import save_long_model
 
 from offload import OffloadedModel
 
 PAGE_TOKENS = 16
 TOKEN_BYTES = 3 * 2 * 2 * 32 * 4  # layers, K|V, KV heads, head_dim, float32
 WINDOW_BYTES = 3 * 16 * 6 * 32 * 4  # layers, queries, query heads, head_dim, float32
-
-
-@pytest.fixture(scope="session")
-def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_long_model(tmp_path_factory.mktemp("long"))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,13 +31,6 @@ from offload.system.memory import HostMemory
 SHAPE = MODEL_SHAPES["tiny"]
 CPU = torch.device("cpu")
 KV_LEN, NUM_STEPS = 700, 6
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    workers = WorkerPool(1)
-    yield workers
-    workers.close()
 
 
 @pytest.fixture(scope="module")
@@ -161,11 +153,7 @@ def test_layers_may_repeat_in_memory_of_their_own(pool: WorkerPool, rotary_emb: 
     policy = make_policy("quest", budget_tokens=256)
     done: list[tuple[int, int]] = []
     cache = make(
-        pool,
-        rotary_emb,
-        distinct_layers=2,
-        policies=[policy],
-        on_layer=lambda *at: done.append(at),
+        pool, rotary_emb, distinct_layers=2, policies=[policy], on_layer=lambda *at: done.append(at)
     )
     assert done == [(1, 2), (2, 2)]
     store, (seq,) = cache.store, cache.seqs

@@ -31,10 +31,7 @@ from offload.measuring.steps.step_timeline import (
     union,
 )
 from offload.measuring.steps.traced_steps import timeline_of
-from offload.measuring.steps.worker_tasks import (
-    layer_replies,
-    workers_row,
-)
+from offload.measuring.steps.worker_tasks import layer_replies, workers_row
 
 # Linear layers, a request, host attention beside the window's, then the GPU waits and merges.
 STEP = StepTimeline(

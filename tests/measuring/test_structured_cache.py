@@ -22,12 +22,7 @@ HEADS = ("num_qo_heads", "num_kv_heads", "head_dim")
 def make(**changes: object) -> StructuredLayer:
     heads = {name: changes.pop(name) for name in HEADS if name in changes}
     shape = dataclasses.replace(ModelShape(2, 128, 8, 2, 64, 256, 512, 8192), **heads)
-    options: dict[str, object] = {
-        "kv_len": 1000,
-        "num_steps": 8,
-        "dtype": torch.float32,
-        "seed": 0,
-    }
+    options: dict[str, object] = {"kv_len": 1000, "num_steps": 8, "dtype": torch.float32, "seed": 0}
     return structured_layer(shape, **(options | changes))  # type: ignore[arg-type]
 
 

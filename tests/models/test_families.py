@@ -59,11 +59,7 @@ def test_tokens_are_those_of_transformers(
     prompt = random_tokens(1, 61, seed=3)
     expected = greedy_tokens(copy.deepcopy(stock_models[name]), policy, prompt, NUM_NEW)
     model = OffloadedModel.from_pretrained(
-        tiny_folders[name],
-        policy=policy,
-        num_threads=2,
-        page_tokens=16,
-        prefill_slice_tokens=24,
+        tiny_folders[name], policy=policy, num_threads=2, page_tokens=16, prefill_slice_tokens=24
     )
     assert not isinstance(model._offload, GenericRuntime)
     made = model.generate(prompt, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None)

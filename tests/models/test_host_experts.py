@@ -110,6 +110,15 @@ def follow_turning_use(hot: HotExperts, monkeypatch: pytest.MonkeyPatch) -> list
     return places
 
 
+def check_copies(hot: HotExperts) -> None:
+    """Each slot has the expert that a step looks for there."""
+    for mlp, routed, of in zip(hot._mlps, hot._routed, hot._slot_of.tolist(), strict=True):
+        for copies, matrices in zip((mlp.up, mlp.down), routed.matrices(), strict=True):
+            for expert, slot in enumerate(of):
+                if slot >= 0:
+                    assert torch.equal(copies._dense[slot], matrices._dense[expert])
+
+
 def hot_experts_of(model: Any) -> HotExperts:
     hot = model._offload.decoder.captured.weights.hot_experts
     assert isinstance(hot, HotExperts)
@@ -130,11 +139,7 @@ def test_those_used_most_get_slots(tiny_folders: dict[str, Path]) -> None:
     slots = [{e for e, slot in enumerate(of) if slot >= 0} for of in hot._slots.tolist()]
     assert slots == [{num_experts - 2, num_experts - 1}, {0, 1}]
     assert hot._slot_of.tolist() == hot._slots.tolist()
-    for mlp, routed, of in zip(hot._mlps, hot._routed, hot._slots.tolist(), strict=True):
-        for copies, matrices in zip((mlp.up, mlp.down), routed.matrices(), strict=True):
-            for expert, slot in enumerate(of):
-                if slot >= 0:
-                    assert torch.equal(copies._dense[slot], matrices._dense[expert])
+    check_copies(hot)
     before = hot._slots.copy()
     hot.use.fill_(100.0)
     hot.use[:, 2:-2] = 120.0
@@ -159,11 +164,7 @@ def test_an_interrupt_leaves_each_expert_in_its_slot(
     monkeypatch.setattr(GpuExperts, "put", interrupted)
     with pytest.raises(KeyboardInterrupt):
         hot.follow_use()
-    for mlp, routed, of in zip(hot._mlps, hot._routed, hot._slot_of.tolist(), strict=True):
-        for copies, matrices in zip((mlp.up, mlp.down), routed.matrices(), strict=True):
-            for expert, slot in enumerate(of):
-                if slot >= 0:
-                    assert torch.equal(copies._dense[slot], matrices._dense[expert])
+    check_copies(hot)
 
 
 @pytest.mark.parametrize("weights", ["q8", "q4"])

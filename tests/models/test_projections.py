@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,13 +22,6 @@ BIASES = {"none": (False, False, False), "all": (True, True, True), "some": (Tru
 WIDE = torch.float64
 KINDS = combinations(DTYPES, [1, 2, 5, 40], list(BIASES))
 of_each_kind = pytest.mark.parametrize(("dtype", "num_rows", "biases"), KINDS)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

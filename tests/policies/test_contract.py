@@ -59,9 +59,7 @@ def run(cache: Cache, policy: Policy, pool: WorkerPool, queries: torch.Tensor, k
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "kv_len"),
-    pairwise(available_policies(), DTYPES, [1, 4, 12, 47, 48]),
-    ids=str,
+    ("name", "dtype", "kv_len"), pairwise(available_policies(), DTYPES, [1, 4, 12, 47, 48]), ids=str
 )
 def test_up_to_the_budget_it_is_full_attention(name, dtype, kv_len, pool):
     cache, queries = make_case(dtype, kv_len, rows=1)
@@ -75,9 +73,7 @@ def test_up_to_the_budget_it_is_full_attention(name, dtype, kv_len, pool):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "kv_len"),
-    pairwise(SELECTING, DTYPES, [49, 50, 255, 256, 257, 1027]),
-    ids=str,
+    ("name", "dtype", "kv_len"), pairwise(SELECTING, DTYPES, [49, 50, 255, 256, 257, 1027]), ids=str
 )
 def test_selection(name, dtype, kv_len, pool):
     """Sorted, unique, in range, within the budget, sinks and recent tokens in it; and attended."""

@@ -117,10 +117,7 @@ def test_lfps(device, dtype, granularity, kv_len, pool):
 @pytest.mark.parametrize(
     ("device", "dtype", "kv_len", "options"),
     combinations(
-        DEVICES,
-        [torch.float32, torch.bfloat16],
-        [100, 700, 3000],
-        [{}, {"ranked_chunks": 40}],
+        DEVICES, [torch.float32, torch.bfloat16], [100, 700, 3000], [{}, {"ranked_chunks": 40}]
     ),
 )
 def test_lychee_cluster(options, device, dtype, kv_len, pool):
@@ -285,12 +282,7 @@ def test_alongside_a_prefill(name, options, pool):
     build = attention.prefill_build(seqs, lengths)
     assert isinstance(build, PrefillBuild)
     run_prefill(
-        lean,
-        store,
-        seqs,
-        lengths,
-        on_queries=attention.on_prefill_queries,
-        on_layer=build.on_layer,
+        lean, store, seqs, lengths, on_queries=attention.on_prefill_queries, on_layer=build.on_layer
     )
     known = attention.states._known
     queries = {seq: dict(known[seq].queries or {}) for seq in seqs}

@@ -24,11 +24,7 @@ from offload.policies.lychee_decode.calibration import (
 )
 from offload.policies.lychee_decode.choice import choose_retrieval_heads, choose_select_layers
 from offload.policies.registry import make_policy
-from offload.selection.head_roles import (
-    HeadRoles,
-    default_retrieval_heads,
-    evenly_spaced_heads,
-)
+from offload.selection.head_roles import HeadRoles, default_retrieval_heads, evenly_spaced_heads
 
 RETRIEVAL = np.array([[1, 1, 1], [0, 1, 0], [0, 0, 0], [1, 0, 0]], bool)
 

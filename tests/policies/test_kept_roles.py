@@ -16,11 +16,7 @@ from cases.inside import runtime_of
 from offload.loading.embedded_package import EMBEDDED_MODEL, LONG_CONTEXT_MODEL
 from offload.loading.names import checkpoint_name, load_tokenizer, resolve_folder
 from offload.policies import LycheeDecode, PerHead, Policy
-from offload.policies.lychee_decode.calibration import (
-    calibration_tokens,
-    observe_heads,
-    roles_from,
-)
+from offload.policies.lychee_decode.calibration import calibration_tokens, observe_heads, roles_from
 from offload.policies.per_head.calibration import mean_lookup_mass
 from offload.policies.registry import make_policy
 from offload.selection import kept_roles as kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,6 @@ from offload.policies.lychee_cluster.layout import STATE
 from offload.policies.lychee_cluster.policy import LycheeCluster
 from offload.policies.lychee_cluster.views import ENDS, FOUND, OPENED, RANGES
 from offload.policies.registry import make_policy
-from offload.selection.layer_state import State
 
 DEFAULT = LycheeCluster(
     budget_tokens=160, sink_tokens=4, recent_tokens=16, buffer_tokens=48, dense_layers=0
@@ -137,13 +137,9 @@ def test_an_empty_index_fills_up(pool):
     check_index(stream)
 
 
-def copied(arrays: State) -> State:
-    return {name: array.copy() for name, array in arrays.items()}
-
-
 def snapshot(stream: Stream) -> LycheeIndex:
     """The index as it is: a step may graft after it has searched."""
-    return LycheeIndex(copied(stream.index.arrays))
+    return LycheeIndex(deepcopy(stream.index.arrays))
 
 
 def selected_chunks(stream: Stream, index: LycheeIndex) -> list[set[int]]:

@@ -136,9 +136,7 @@ def test_ratio_counts_sinks_and_recent_tokens(ratio, pool):
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [{"top_p": 0.3}, {"threshold": 0.02}, {"ratio": 0.3}],
-    ids=lambda rule: next(iter(rule)),
+    "rule", [{"top_p": 0.3}, {"threshold": 0.02}, {"ratio": 0.3}], ids=lambda rule: next(iter(rule))
 )
 def test_a_context_that_fits_into_the_budget_is_attended_whole(rule, pool):
     """Whatever the rule: its number counts from the first token beyond."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 from cases.lychee_cases import KV_HEADS, LycheeIndex, Stream, check_index
@@ -29,10 +31,6 @@ INDEX = ("header", "rows", "scales", "ranges", "order", "order_high", "blocks", 
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_state, "_CAPACITY_STEP", STEP)
-
-
-def copied(arrays: State) -> State:
-    return {name: array.copy() for name, array in arrays.items()}
 
 
 def built_anew(stream: Stream) -> State:
@@ -74,7 +72,7 @@ def test_growing_puts_grafts_below_units(kv_len, pool):
     built = index.arrays["ranges"][0, index.num_units]
     assert 1.5 * POLICY.ranked_chunks < index.num_chunks
     assert built < index.num_chunks  # the rest are grafted
-    given, old = copied(index.arrays), LycheeIndex(copied(index.arrays))
+    given, old = deepcopy(index.arrays), LycheeIndex(deepcopy(index.arrays))
     grown = LycheeIndex(POLICY.state.grow(0, index.arrays, 2000, pool))
     for name, array in given.items():  # a step that fails goes on with it
         np.testing.assert_array_equal(index.arrays[name], array)
@@ -161,7 +159,7 @@ def test_truncation_and_growing_again(back, pool):
         stream.step()
     end, kv_len = stream.index.indexed_end, stream.kv_len - back
     assert stream.index.num_units > 1
-    kept = copied(stream.index.arrays)
+    kept = deepcopy(stream.index.arrays)
     stream.store.truncate(stream.seq, kv_len)
     stream.attention.states.truncate(stream.seq, kv_len)
     stream.kv_len = kv_len
@@ -192,7 +190,7 @@ def test_a_saved_index_goes_on_as_it_would_have(pool):
     assert stream.index.num_units > 1
     states, child = stream.attention.states, stream.store.fork(stream.seq)
     saved = states.save(stream.seq)
-    saved.layers = {i: copied(arrays) for i, arrays in saved.layers.items()}
+    saved.layers = {i: deepcopy(arrays) for i, arrays in saved.layers.items()}
     states.restore(child, saved)
     parent, state, kv_len = stream.seq, stream.rng.bit_generator.state, stream.kv_len
     found = []
@@ -200,7 +198,7 @@ def test_a_saved_index_goes_on_as_it_would_have(pool):
         stream.seq, stream.kv_len, stream.rng.bit_generator.state = seq, kv_len, state
         for _ in range(400):  # the arrays grow in them
             stream.step()
-        found.append((stream.selection(), copied(stream.index.arrays)))
+        found.append((stream.selection(), deepcopy(stream.index.arrays)))
     for tokens, others in zip(found[0][0], found[1][0], strict=True):
         np.testing.assert_array_equal(tokens, others)
     for name in INDEX:
@@ -216,7 +214,7 @@ def test_a_step_that_fails_keeps_the_arrays_of_before(pool):
     state = states.arrays_of(stream.seq)
     while stream.kv_len < state.capacity_tokens:
         stream.step()
-    kept = copied(state.layers[0])
+    kept = deepcopy(state.layers[0])
     states.begin([stream.seq], [1], prefill=False)
     grown = states.ensure(stream.seq, stream.kv_len + 1)
     placed = LycheeIndex(grown.layers[0])

@@ -57,8 +57,7 @@ def decode(worlds: list[World], num_steps: int) -> list[list[tuple[Any, Any]]]:
 @pytest.mark.parametrize(
     ("rest", "retrieval"),
     combinations(
-        ["lfps", "lychee_cluster", "quest", "exact_topk", "union", None],
-        ["full", "exact_topk"],
+        ["lfps", "lychee_cluster", "quest", "exact_topk", "union", None], ["full", "exact_topk"]
     ),
 )
 def test_heads_of_one_kind(rest, retrieval, pool):

@@ -212,9 +212,7 @@ def test_roles(first_role, kv_len, pool):
         out, lse = attend(attention, [cache.seq], [kv_len], queries, layer_idx=layer_idx)
         seen.append(attention.last_selection())
         expected, expected_lse, _ = cache.reference(
-            queries,
-            layer_idx,
-            [np.array(s) if s else np.arange(kv_len) for s in seen[-1]],
+            queries, layer_idx, [np.array(s) if s else np.arange(kv_len) for s in seen[-1]]
         )
         assert relative_error(out[0], expected) < TOLERANCE[torch.float32]
         np.testing.assert_allclose(lse[0], expected_lse, atol=2e-3)

@@ -117,9 +117,7 @@ def cuts(tokenizer: Any, marks: np.ndarray, text: str) -> list[tuple[str, int]]:
             id="cjk",
         ),
         pytest.param(
-            "x=a;if(c){d()}else{e}",
-            [("x=a;", 3), ("if(c){d()}", 1), ("else{e}", 1)],
-            id="minified",
+            "x=a;if(c){d()}else{e}", [("x=a;", 3), ("if(c){d()}", 1), ("else{e}", 1)], id="minified"
         ),
         pytest.param("<b>bold</b> text", [("<b>", 1), ("bold</b>", 1), (" text", 0)], id="html"),
     ],

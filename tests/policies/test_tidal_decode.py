@@ -8,13 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from cases.reuse_cases import (
-    GROUP_SIZE,
-    check_top_k,
-    importance_of,
-    make_case,
-    step_through,
-)
+from cases.reuse_cases import GROUP_SIZE, check_top_k, importance_of, make_case, step_through
 
 from offload.policies import ExactTopK, Full, LycheeDecode, Quest, TidalDecode
 from offload.policies.base import SparsePolicy

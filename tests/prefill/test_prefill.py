@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.prefill_cases import (
-    reference_attention,
-    run_prefill,
-    store_for,
-    tiny_lean_model,
-)
+from cases.prefill_cases import reference_attention, run_prefill, store_for, tiny_lean_model
 from cases.slowly import combinations
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 

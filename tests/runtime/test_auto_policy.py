@@ -126,10 +126,7 @@ def measured_table(monkeypatch: pytest.MonkeyPatch, points: dict[str, tuple[floa
     ],
 )
 def test_the_table_decides(
-    monkeypatch: pytest.MonkeyPatch,
-    points: dict[str, tuple[float, float]],
-    name: str,
-    told: str,
+    monkeypatch: pytest.MonkeyPatch, points: dict[str, tuple[float, float]], name: str, told: str
 ) -> None:
     measured_table(monkeypatch, points)
     policy, reason = resolved(Room(on_gpu=True, room_bytes=9 * GIB))
@@ -298,11 +295,7 @@ def test_a_cpu_where_nothing_may_be_left_out(
 
 @pytest.mark.parametrize(
     ("free_bytes", "limits", "name"),
-    [
-        (GIB, {}, "full"),
-        (2**25, {}, "sketch"),
-        (GIB, {0: 2**25}, "sketch"),
-    ],
+    [(GIB, {}, "full"), (2**25, {}, "sketch"), (GIB, {0: 2**25}, "sketch")],
 )
 def test_the_room_of_a_gpu(
     llama_folder: Path,

@@ -136,14 +136,8 @@ CHANGES = [
         lambda model: model.model.layers[1].register_forward_hook(lambda *_: None),
         r"hook on model\.layers\.1 ",
     ),
-    (
-        lambda model: model.model.register_forward_pre_hook(lambda *_: None),
-        r"hook on model ",
-    ),
-    (
-        lambda model: model.lm_head.register_forward_hook(lambda *_: None),
-        r"hook on lm_head ",
-    ),
+    (lambda model: model.model.register_forward_pre_hook(lambda *_: None), r"hook on model "),
+    (lambda model: model.lm_head.register_forward_hook(lambda *_: None), r"hook on lm_head "),
     (
         lambda model: model.model.rotary_emb.register_forward_hook(lambda *_: None),
         r"hook on model\.rotary_emb ",

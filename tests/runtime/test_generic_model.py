@@ -32,12 +32,7 @@ from offload.runtime.cache import OffloadedCache
 from offload.runtime.config import runtime_config
 from offload.runtime.generic_cache import GenericCache, tensors_in
 from offload.runtime.generic_loading import generic_runtime
-from offload.runtime.generic_sizes import (
-    POLICIES,
-    resolve_generic,
-    shape_of,
-    store_and_attention,
-)
+from offload.runtime.generic_sizes import POLICIES, resolve_generic, shape_of, store_and_attention
 from offload.system.errors import HostBudgetError, SessionMiss
 
 TYPES = [
@@ -129,7 +124,7 @@ def test_tokens_are_those_of_the_stock_model(
     assert type(model).__name__ == type(stock).__name__
     assert isinstance(model, type(stock))
     for options in ({}, {"do_sample": True}, {"prefill_chunk_size": 8}):
-        for rows in (slice(1, 2), slice(0, 2)):
+        for rows in (slice(0, 2),) if options else (slice(1, 2), slice(0, 2)):
             found = []
             for each in (stock, model):
                 torch.manual_seed(3)
@@ -326,8 +321,7 @@ def test_exact_top_k_is_that_of_a_reference(folders: dict[str, Path]) -> None:
     """The next token's logits, with all but the 12 heaviest tokens of each KV head masked."""
     folder = folders["olmoe"]
     model = load(
-        folder,
-        policy=ExactTopK(budget_tokens=12, sink_tokens=0, recent_tokens=1, dense_layers=0),
+        folder, policy=ExactTopK(budget_tokens=12, sink_tokens=0, recent_tokens=1, dense_layers=0)
     )
     seen: list[int] = []
     model._offload.attention.on_attended = lambda layer_idx, *_: seen.extend(

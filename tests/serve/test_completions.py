@@ -175,9 +175,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
         assert logprobs.text_offset == [*range(8)]
 
 
-def test_offsets_are_of_the_text_where_a_character_is_several_tokens(
-    client: openai.OpenAI,
-) -> None:
+def test_offsets_are_of_the_text_where_a_character_is_several_tokens(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"logprobs": 0, "echo": True, "logit_bias": ASCII}
     (choice,) = ask(client, "\u00e9\U0001f642x", **options).choices
     offsets = [0, 0, 1, 1, 1, 1, 2, *range(3, 11)]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases.answers import decoded_logits
 from cases.tiny_models import byte_tokenizer, make_tiny_model, random_tokens
 
 from offload import OffloadedModel
@@ -62,15 +63,7 @@ def test_layers_do_what_the_runtime_does(
     policy = TidalDecode(ExactTopK(budget_tokens=BUDGET, dense_layers=dense_layers), layers)
     model = OffloadedModel.from_pretrained(folder, policy=policy, dtype="float32", num_threads=1)
     tokens = random_tokens(1, PROMPT + ANSWER, seed=1)
-    cache = model.new_cache()
-    model(tokens[:, :PROMPT], past_key_values=cache)
-    expected = torch.cat(
-        [
-            model(tokens[:, i : i + 1], past_key_values=cache).logits
-            for i in range(PROMPT, PROMPT + ANSWER)
-        ],
-        dim=1,
-    )
+    expected = decoded_logits(model, tokens, PROMPT)
     text = read_text(lean, tokens, PROMPT, torch.ones(1, ANSWER, dtype=torch.bool))
     rule = SparseRule(BUDGET)
     actual = mixed_logits(lean, text, attending_layers(layers, NUM_LAYERS), rule)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases.answers import decoded_logits
 from cases.tiny_models import byte_tokenizer, make_tiny_model, random_tokens
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -68,15 +69,7 @@ def test_gates_of_0_and_1_are_lychee_decode(folder: Path) -> None:
     policy = LycheeDecode(budget_tokens=BUDGET, head_roles=roles)
     model = OffloadedModel.from_pretrained(folder, policy=policy, dtype="float32", num_threads=1)
     tokens = random_tokens(1, PROMPT + ANSWER, seed=1)
-    cache = model.new_cache()
-    model(tokens[:, :PROMPT], past_key_values=cache)
-    expected = torch.cat(
-        [
-            model(tokens[:, i : i + 1], past_key_values=cache).logits
-            for i in range(PROMPT, PROMPT + ANSWER)
-        ],
-        dim=1,
-    )
+    expected = decoded_logits(model, tokens, PROMPT)
     made = trainer()
     text = read_text(made.lean, tokens, PROMPT, torch.ones(1, ANSWER, dtype=torch.bool))
     gates = torch.from_numpy(retrieval).float()
@@ -327,11 +320,7 @@ def test_resuming_with_other_steps(
 
 @pytest.mark.parametrize(("mean", "found"), [(0.2, 0), (0.9, 6), (None, 2)])
 def test_gates_that_have_not_settled(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    mean: float | None,
-    found: int,
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mean: float | None, found: int
 ) -> None:
     """None, or far more heads than were asked for, are said; what is near the target is not."""
     means = torch.full((NUM_LAYERS, 2), 0.2 if mean is None else mean)

@@ -55,10 +55,7 @@ def tools(url: str, model: str) -> None:
     (call,) = llm(url, model).get_tool_calls_from_response(made)
     result = TOOL(**call.tool_kwargs)
     told = {"tool_call_id": call.tool_id, "name": call.tool_name}
-    turns += [
-        made.message,
-        ChatMessage(str(result), role=MessageRole.TOOL, additional_kwargs=told),
-    ]
+    turns += [made.message, ChatMessage(str(result), role=MessageRole.TOOL, additional_kwargs=told)]
     assert llm(url, model).chat_with_tools([TOOL], chat_history=turns)
 
 

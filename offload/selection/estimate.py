@@ -79,7 +79,7 @@ def cluster_keys(keys: Tensor, values: Tensor, num_clusters: int) -> Clusters:
     for first in range(0, n, step):
         rows = slice(first, first + step)
         key, value = keys[:, rows].float(), values[:, rows].float()
-        nearest = torch.bmm(key, centres.transpose(1, 2)).max(-1).indices
+        nearest = _nearest(key, centres)
         cluster_of[:, rows] = nearest
         row = torch.cat([key, value, torch.ones_like(key[..., :1])], dim=-1)
         sums += _sums(row, nearest, num_clusters)
@@ -98,11 +98,19 @@ def _centres(keys: Tensor, num_clusters: int) -> Tensor:
     first = torch.arange(num_clusters, device=keys.device) * count // num_clusters
     centres = sample[:, first].clone()
     for _ in range(_ITERATIONS):
-        nearest = torch.bmm(sample, centres.transpose(1, 2)).max(-1).indices
+        nearest = _nearest(sample, centres)
         sums = _sums(sample, nearest, num_clusters)
         norms = sums.norm(dim=-1, keepdim=True)
         centres = torch.where(norms > 0.0, sums / norms.clamp_min(1e-12), centres)
     return centres
+
+
+def _nearest(rows: Tensor, centres: Tensor) -> Tensor:
+    """int64 [num_kv_heads, n], by the product."""
+    products = torch.bmm(rows, centres.transpose(1, 2))
+    if products.is_cuda:
+        return products.max(-1).indices
+    return torch.from_numpy(products.numpy().argmax(-1))  # torch's takes several times as long
 
 
 def _sums(rows: Tensor, nearest: Tensor, num_clusters: int) -> Tensor:

@@ -19,8 +19,9 @@ from offload.loading.embedded_package import EMBEDDED_MODEL
 from offload.loading.names import load_tokenizer
 from offload.models.shape import MODEL_SHAPES
 
-# The common part of embeddings against the other. Of a choice of a 32nd of 4,096 tokens 84 % are
-# among three times as many that were chosen last, as of smollm2-135m-instruct; without it 12 %.
+# The common part of embeddings against the other. Of a choice of a 32nd of 4,096 tokens 82 % are
+# among three times as many that were chosen last, of smollm2-135m-instruct 84 %, without it 12 %
+# (a layer of 8 heads of 128, 24 steps).
 _ALIKE = 1.65
 _SMALL = 1e-3  # what layers add, against what such weights would
 

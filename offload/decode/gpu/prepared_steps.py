@@ -33,6 +33,7 @@ from offload.selection.layer_state import State
 from offload.selection.sequence_state import LayerArrays
 from offload.system.errors import DeviceMemoryError
 from offload.system.map_in_threads import map_in_threads
+from offload.system.torch_threads import torch_threads
 
 # A link of more rows than a step needs does for so many steps.
 _STEPS_WITH_LARGER = 256
@@ -247,7 +248,8 @@ class PreparedSteps:
 
         def join(layer_idx: int) -> None:
             gather = partial(store.gather, seq, layer_idx, stop=last)
-            join_clusters(arrays.layers[layer_idx], last, gather)
+            with torch_threads(1):
+                join_clusters(arrays.layers[layer_idx], last, gather)
 
         lagging = [
             layer_idx

@@ -34,6 +34,7 @@ from offload.selection.layer_state import State
 from offload.system.errors import DeviceMemoryError
 from offload.system.interrupts import shielded
 from offload.system.map_in_threads import map_in_threads
+from offload.system.torch_threads import torch_threads
 
 _LAYERS_AT_ONCE = 8  # that are on their way to the GPU, in pinned memory
 _Staged = dict[str, Tensor]
@@ -198,7 +199,8 @@ class ResidentCodes:
 
         def stage(layer_idx: int) -> None:
             state = self._codes_of(seq, layer_idx, kv_len)
-            staged[layer_idx] = self._stage(layer_idx, state, kv_len)
+            with torch_threads(1):  # or each of these threads would have its own of OpenMP's
+                staged[layer_idx] = self._stage(layer_idx, state, kv_len)
 
         layers = [*self.heads]
         for first in range(0, len(layers), _LAYERS_AT_ONCE):

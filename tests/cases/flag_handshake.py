@@ -29,10 +29,10 @@ class FlagHandshake(GraphSync):
         self._deadline_seconds = deadline_seconds
         self._requests = [ctypes.c_int32.from_address(row.data_ptr()) for row in mailbox.requests]
         self._replies = [ctypes.c_int32.from_address(row.data_ptr()) for row in mailbox.replies]
-        self._steps: dict[Hashable, Step] = {}
+        self._graphs: dict[Hashable, Step] = {}
         self._gpu = threading.Thread()
         self._finished: Any = _NoEvent()
-        self._stream = None  # type: ignore[assignment]
+        self._stream = None
         self._is_in_flight = False
 
     def request_attention(self, request: int) -> None:
@@ -54,8 +54,8 @@ class FlagHandshake(GraphSync):
         """It is done."""
 
     def capture(self, key: Hashable, step: Step) -> bool:
-        is_new = key not in self._steps
-        self._steps[key] = step
+        is_new = key not in self._graphs
+        self._graphs[key] = step
         return is_new
 
     def run(
@@ -76,11 +76,8 @@ class FlagHandshake(GraphSync):
             # served never raises: that must fail a test.
             self._gpu.join(self._deadline_seconds)
 
-    def close(self) -> None:
-        self._coprocessor.close()
-
     def _replay(self, key: Hashable, *, ahead: bool) -> None:
-        step, before = self._steps[key], self._gpu
+        step, before = self._graphs[key], self._gpu
 
         @torch.no_grad()
         def run() -> None:

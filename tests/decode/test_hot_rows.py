@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -248,6 +250,23 @@ def test_the_gpu_finds_rows_by_itself(clusters, backend, tiny_folders, stock_mod
         other = torch.cat([text[:, :kept], random_tokens(1, 1, seed=kept)], dim=1)
         greedy(model, other, 8, past_key_values=each)
     assert min(counted[-20:]) > 0
+
+
+@pytest.mark.parametrize("place", [Place.GPU, Place.HOT, Place.FOUND])
+def test_steps_that_are_dropped_are_gone(place, backend, tiny_folders):
+    """And with them what they had of the GPU: nothing waits for Python to collect it."""
+    policy = replace(small("sketch"), estimate_clusters=16)
+    model = hot_model(tiny_folders["llama"], backend, policy, place=place)
+    greedy(model, random_tokens(1, 200, seed=4), 8)
+    slots = decoder_of(model).slots
+    gone = weakref.ref(slots.steps), weakref.ref(slots.steps.step.resident)
+    gc.collect()
+    gc.disable()
+    try:
+        slots.drop()
+        assert [x() for x in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 def steps_of_no_requests(model: Any) -> bool:

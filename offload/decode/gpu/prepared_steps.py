@@ -192,8 +192,8 @@ class PreparedSteps:
                 page_tokens=store.page_tokens,
                 kv_format=store.format,
                 device=device,
-                arrays_of=self._arrays_of,
-                catch_up=self._catch_up,
+                arrays_of=partial(_arrays_of, self.attention),
+                catch_up=partial(_catch_up, self.attention, recent_tokens),
                 estimate_clusters=self.attention.estimate_clusters,
             )
         resident = ResidentKV(
@@ -234,29 +234,6 @@ class PreparedSteps:
                 device=device,
             )
         return DeviceStep(model, self.weights, store, buffers, resident, heads, lists)
-
-    def _arrays_of(self, seq: int) -> LayerArrays | None:
-        attention = self.attention
-        kv_len = attention.store.kv_len(seq) + 1
-        if kv_len <= attention.dense_tokens or seq in attention.states.unasked:
-            return None
-        return attention.states.ensure(seq, kv_len)
-
-    def _catch_up(self, seq: int, arrays: LayerArrays) -> None:
-        store = self.attention.store
-        last = store.kv_len(seq) - self.window[1]
-
-        def join(layer_idx: int) -> None:
-            gather = partial(store.gather, seq, layer_idx, stop=last)
-            with torch_threads(1):
-                join_clusters(arrays.layers[layer_idx], last, gather)
-
-        lagging = [
-            layer_idx
-            for layer_idx, of_layer in enumerate(arrays.layers)
-            if "estimate_header" in of_layer and (of_layer["estimate_header"]["end"] < last).any()
-        ]
-        map_in_threads(join, lagging, min(self.attention.pool.num_threads, max(1, len(lagging))))
 
     def _make_codes(self, budget: PageBudget) -> ResidentCodes | None:
         """None: the placement has no codes."""
@@ -338,6 +315,35 @@ class PreparedSteps:
         )
         of_requests = request_of, experts_of
         return HostLink(num_rows, num_micro_batches, mailbox, coprocessor, gpu_sync, *of_requests)
+
+
+# Not methods: steps that hold themselves would keep the GPU's memory until they are collected.
+
+
+def _arrays_of(attention: DecodeAttention, seq: int) -> LayerArrays | None:
+    kv_len = attention.store.kv_len(seq) + 1
+    if kv_len <= attention.dense_tokens or seq in attention.states.unasked:
+        return None
+    return attention.states.ensure(seq, kv_len)
+
+
+def _catch_up(
+    attention: DecodeAttention, recent_tokens: int, seq: int, arrays: LayerArrays
+) -> None:
+    store = attention.store
+    last = store.kv_len(seq) - recent_tokens
+
+    def join(layer_idx: int) -> None:
+        gather = partial(store.gather, seq, layer_idx, stop=last)
+        with torch_threads(1):
+            join_clusters(arrays.layers[layer_idx], last, gather)
+
+    lagging = [
+        layer_idx
+        for layer_idx, of_layer in enumerate(arrays.layers)
+        if "estimate_header" in of_layer and (of_layer["estimate_header"]["end"] < last).any()
+    ]
+    map_in_threads(join, lagging, min(attention.pool.num_threads, max(1, len(lagging))))
 
 
 class BoundRows(NamedTuple):

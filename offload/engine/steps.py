@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import time
@@ -30,6 +31,7 @@ _SAVING_SECONDS = 0.01
 _RESTORING_SECONDS = 0.03
 # Of a `run`, where no request waits: one that comes meanwhile does.
 _STEPS_IN_TURN = 4
+_ABOUT_AS_LONG = 1.25
 _MANY_TOKENS = 2048  # reading them takes seconds, giving back what they leave milliseconds
 
 
@@ -105,6 +107,7 @@ class Steps:
         self._take_arrived, self._take_cancelled = take_arrived, take_cancelled
         self._cancelled: list[Request] = []  # that have not ended yet
         self._begun = (0, 0)  # sequences and tokens that the decoder expects
+        self._most_at_once = 1  # requests since one was alone
         self._others = runtime.current_generation
         self._outputs: list[RequestOutput] = []
         self._slice_began = 0.0
@@ -161,29 +164,52 @@ class Steps:
             self._passes.runtime.store.trim()
         if len(requests) > 1 and not self._fits_device(requests):
             return False
-        # A power of two, so that the decoder rarely has to place heads anew.
-        count = min(self.scheduler.max_num_seqs, 1 << (len(requests) - 1).bit_length())
-        longest = max(request.most_tokens for request in requests)
-        others = self._passes.runtime.current_generation
-        if others is not self._others:  # somebody else has had the decoder meanwhile
-            self._others, self._begun = others, (0, 0)
-        if count > self._begun[0] or longest > self._begun[1] or len(requests) == 1:
-            try:
-                self._passes.runtime.decoder.begin_generation(
-                    count, longest, self.scheduler.most_slice_tokens
-                )
-                if (corrections := self._passes.runtime.sequences.corrections) is not None:
-                    corrections.check_device(1, longest)
-            except Exception as error:
-                if len(requests) == 1 or not isinstance(error, DeviceMemoryError):
-                    self.emit_error(requests[-1], error)
-                return False
-            self._begun = (count, longest)
+        if not self._expect(requests):
+            return False
         if newest.is_preempted:
             newest.restoring = self._preempted.restore(newest)
         elif sessions is not None and newest.session_id and not sessions.attach(newest):
             newest.restoring = sessions.restore(newest)
         return True
+
+    def _expect(self, requests: list[Request]) -> bool:
+        """Have the decoder place heads for them, and for as many of those behind them as fit too,
+        where they are more or longer than before; whether it has room."""
+        runtime, waiting = self._passes.runtime, self.scheduler.waiting
+        if runtime.current_generation is not self._others:  # who has had the decoder meanwhile
+            self._others, self._begun = runtime.current_generation, (0, 0)
+        # All is for one alone where the last one was, too: behind many as many are soon to come,
+        # if they are about as long.
+        is_alone = len(requests) == 1
+        is_for_one = is_alone and self._most_at_once == 1
+        self._most_at_once = 1 if is_alone else max(self._most_at_once, len(requests))
+        most = self.scheduler.max_num_seqs
+        behind = [*requests, *itertools.islice(waiting, 1, 1 + most - len(requests))]
+        together = behind[: self.admission.most_requests(max(x.most_tokens for x in behind))]
+        for expected in [together, requests] if len(together) > len(requests) else [requests]:
+            # A power of two, so that the decoder rarely has to place heads anew.
+            count = min(most, 1 << (len(expected) - 1).bit_length())
+            longest, (num_begun, kv_len) = max(x.most_tokens for x in expected), self._begun
+            if not is_for_one:
+                if longest <= _ABOUT_AS_LONG * kv_len:
+                    count = max(count, num_begun)
+                if count <= num_begun and longest <= kv_len:
+                    return True
+            try:
+                runtime.decoder.begin_generation(count, longest, self.scheduler.most_slice_tokens)
+                if (corrections := runtime.sequences.corrections) is not None:
+                    corrections.check_device(1, longest)
+            except DeviceMemoryError as error:
+                failure = error.with_traceback(None)
+                continue
+            except Exception as error:
+                self.emit_error(requests[-1], error)
+                return False
+            self._begun = (count, longest)
+            return True
+        if is_alone:
+            self.emit_error(requests[-1], failure)
+        return False
 
     def _fits_device(self, requests: list[Request]) -> bool:
         """The same of states on a GPU: kept prompts and idle sessions give way."""

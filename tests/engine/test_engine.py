@@ -385,6 +385,37 @@ def test_a_slice_that_finds_no_room_on_a_gpu_is_read_once_more(
     assert [x.request_id for x in outputs if x.error] == ["1"] * (num_failures - 1)
 
 
+def test_what_a_decoder_is_told_to_expect(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that came at once; behind them as many again, unless they are much longer, or one comes
+    alone for the second time. Where that has no room, those alone that are there."""
+    told, most = list[int](), 8
+
+    def begin(count: int, kv_len: int, read_tokens: int) -> None:
+        told.append(count)
+        if count > most:
+            raise DeviceMemoryError("for a test")
+
+    monkeypatch.setattr(runtime_of(model).decoder, "begin_generation", begin)
+    engine = Engine(model, prefix_caching=False)
+
+    def expected(*lens: int) -> list[int]:
+        told.clear()
+        for i, prompt in enumerate(prompts_of(*lens)):
+            engine.add_request(prompt, GREEDY, f"{i}")
+        assert not any(output.error for output in outputs_of(engine))
+        return [*told]
+
+    assert expected(40, 50, 60, 40, 50) == [8]
+    assert expected(62, 10) == [8]
+    assert expected(100) == [1]  # much longer
+    assert expected(30) == [1]
+    assert expected(30, 40, 50) == [4]
+    assert expected(50) == []
+    most = 2
+    assert expected(30, 90, 90)[:5] == [4, 1, 4, 2, 4]
+    engine.stop()
+
+
 def test_a_step_that_fails_is_done_request_by_request(
     model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

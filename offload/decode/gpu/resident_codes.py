@@ -33,10 +33,7 @@ from offload.selection.device_support import DeviceCodes
 from offload.selection.layer_state import State
 from offload.system.errors import DeviceMemoryError
 from offload.system.interrupts import shielded
-from offload.system.map_in_threads import map_in_threads
-from offload.system.torch_threads import torch_threads
 
-_LAYERS_AT_ONCE = 8  # that are on their way to the GPU, in pinned memory
 _Staged = dict[str, Tensor]
 
 # Of a sequence and a layer, which hold the codes of so many tokens.
@@ -194,20 +191,9 @@ class ResidentCodes:
         if kv_len < self.shape.budget_tokens:
             return
         self.reserve(slot, kv_len + 1)
-        self._codes_of(seq, next(iter(self.heads)), kv_len)  # all are built then
-        staged: dict[int, _Staged] = {}
-
-        def stage(layer_idx: int) -> None:
+        for layer_idx in self.heads:
             state = self._codes_of(seq, layer_idx, kv_len)
-            with torch_threads(1):  # or each of these threads would have its own of OpenMP's
-                staged[layer_idx] = self._stage(layer_idx, state, kv_len)
-
-        layers = [*self.heads]
-        for first in range(0, len(layers), _LAYERS_AT_ONCE):
-            group = layers[first : first + _LAYERS_AT_ONCE]
-            map_in_threads(stage, group, len(group))
-            for layer_idx in group:
-                self._load_layer(slot, layer_idx, staged.pop(layer_idx), kv_len)
+            self._load_layer(slot, layer_idx, self._stage(layer_idx, state, kv_len), kv_len)
 
     def reserve(self, slot: int, kv_len: int) -> None:
         """Pages for a step that ends with `kv_len` tokens.
@@ -289,8 +275,9 @@ class ResidentCodes:
 
         by_token = codes.mT.flatten(1, 2)
         loaded = torch.cat((to_pages(by_token), to_pages(scales)), dim=1)
-        for address, page in zip(self._addresses[slot][layer_idx], loaded, strict=False):
-            self._pages_of(layer_idx).page(address).copy_(page)
+        addresses = self._addresses[slot][layer_idx][:num_pages]
+        for first, stop, run in self._pages_of(layer_idx).runs(addresses):
+            run.copy_(loaded[first:stop])
 
 
 class CodeLists:

@@ -22,7 +22,7 @@ from gpu_ops.checks import (
 )
 from gpu_ops.code_scores import code_page_bytes
 from gpu_ops.cpu_pages import page_at
-from gpu_ops.encode_codes import bits_of, check_levels, codes_of, encoded
+from gpu_ops.encode_codes import check_levels, codes_of, encoded
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
 from gpu_ops.load_rows import load_row
 from gpu_ops.row_format import as_numbers
@@ -118,7 +118,7 @@ def append_codes(
     num_heads, device, head_dim = len(heads), window.device, rotation.shape[-1]
     check_head_dim(head_dim)
     check_page_tokens(page_tokens)
-    check_levels(levels)
+    bits = check_levels(levels)
     if not 0 <= sink_tokens < tokens:
         raise ValueError(f"sink_tokens must be in [0, {tokens}), got {sink_tokens}")
     if first_token < 0:
@@ -148,7 +148,7 @@ def append_codes(
         num_kv_heads,
         head_dim,
         window.shape[4],
-        bits_of(levels),
+        bits,
         page_tokens,
         next_power_of_2(head_dim),
         16,
@@ -171,7 +171,7 @@ def append_codes_reference(
     page_tokens: int,
 ) -> None:
     """`append_codes` by torch; pages are CPU memory."""
-    head_dim, num_heads, bits = len(rotation), len(heads), bits_of(levels)
+    head_dim, num_heads, bits = len(rotation), len(heads), check_levels(levels)
     width = head_dim * bits // 8
     page_bytes = code_page_bytes(num_heads, page_tokens, head_dim, bits)
     for row, position in enumerate(positions.tolist()):

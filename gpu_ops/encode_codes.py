@@ -87,9 +87,8 @@ def encode_codes(
     """
     check_dims("rotated", rotated, "[num_heads, n, head_dim]")
     check_dims("codes", codes, "[num_heads, blocks, code_bytes, code_block]")
-    check_levels(levels)
     num_heads, n, head_dim = rotated.shape
-    code_block, bits, device = codes.shape[3], bits_of(levels), rotated.device
+    code_block, bits, device = codes.shape[3], check_levels(levels), rotated.device
     if code_block & (code_block - 1):
         raise ValueError(f"codes must be of a power of two of tokens a block, got {code_block}")
     if head_dim * bits % 8:
@@ -141,7 +140,7 @@ def encode_codes_reference(
 
 def encoded(x: Tensor, levels: Sequence[float], outer: float) -> tuple[Tensor, Tensor]:
     """uint8 [.., head_dim * bits / 8] and float32 [..] of rotated keys float32 [.., head_dim]."""
-    bits = bits_of(levels)
+    bits = check_levels(levels)
     squares = (x * x).sum(-1)
     of_dims = (x > 0.0).int()
     if bits == 2:
@@ -155,12 +154,8 @@ def encoded(x: Tensor, levels: Sequence[float], outer: float) -> tuple[Tensor, T
     return codes.to(torch.uint8), scales
 
 
-def check_levels(levels: Sequence[float]) -> None:
-    """ValueError unless there are as many levels as codes of 1 or 2 bits tell apart."""
+def check_levels(levels: Sequence[float]) -> int:
+    """Bits of a dimension's code; ValueError unless it is of 1 or 2."""
     if len(levels) not in (2, 4):
         raise ValueError(f"levels must be 2 or 4, got {len(levels)}")
-
-
-def bits_of(levels: Sequence[float]) -> int:
-    """A dimension's, of a code."""
     return len(levels).bit_length() - 1

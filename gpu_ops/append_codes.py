@@ -22,6 +22,7 @@ from gpu_ops.checks import (
 )
 from gpu_ops.code_scores import code_page_bytes
 from gpu_ops.cpu_pages import page_at
+from gpu_ops.encode_codes import check_levels, codes_of, encoded
 from gpu_ops.launch import jit, next_power_of_2, runs_kernel, tl
 from gpu_ops.load_rows import load_row
 from gpu_ops.row_format import as_numbers
@@ -75,27 +76,15 @@ def append_codes_kernel(
         both = inside[:, None] & (e < HEAD_DIM)[None, :]
         part = tl.load(rotation + d[:, None] * HEAD_DIM + e[None, :], mask=both, other=0.0)
         x += tl.sum(of_key[:, None] * part, 0)
-    squares = tl.sum(x * x, 0)
-    code = (x > 0.0).to(tl.int32)
-    if BITS == 1:
-        level = tl.where(x > 0.0, outer_level, -outer_level)
-    else:
-        bound = outer * tl.sqrt(squares / HEAD_DIM)
-        code += (x > bound).to(tl.int32) + (x > -bound).to(tl.int32)
-        size = tl.where((code == 0) | (code == 3), outer_level, inner_level)
-        level = tl.where(code >= 2, size, -size)
-    scale = squares / tl.where(squares != 0.0, tl.sum(x * level, 0), 1.0)
+    code, scale = codes_of(x[None, :], inner_level, outer_level, outer, HEAD_DIM, BITS)
 
-    DIMS: tl.constexpr = 8 // BITS
-    WIDTH: tl.constexpr = HEAD_DIM // DIMS
-    spread = tl.reshape(code << (e % DIMS * BITS), [BLOCK_D // DIMS, DIMS])
-    w = tl.arange(0, BLOCK_D // DIMS)
+    WIDTH: tl.constexpr = HEAD_DIM * BITS // 8
+    w = tl.arange(0, BLOCK_D * BITS // 8)[None, :]
     page = tl.load(page_table + row * max_pages + position // PAGE_TOKENS)
     token = page_head * PAGE_TOKENS + position % PAGE_TOKENS
-    target = page.to(tl.pointer_type(tl.uint8)) + token * WIDTH + w
-    tl.store(target, tl.sum(spread, 1).to(tl.uint8), mask=w < WIDTH)
+    tl.store(page.to(tl.pointer_type(tl.uint8)) + token * WIDTH + w, code, mask=w < WIDTH)
     scales = (page + NUM_HEADS * PAGE_TOKENS * WIDTH).to(tl.pointer_type(tl.float32))
-    tl.store(scales + token, scale)
+    tl.store(scales + token + tl.arange(0, 1), scale)
 
 
 def append_codes(
@@ -129,8 +118,7 @@ def append_codes(
     num_heads, device, head_dim = len(heads), window.device, rotation.shape[-1]
     check_head_dim(head_dim)
     check_page_tokens(page_tokens)
-    if len(levels) not in (2, 4):
-        raise ValueError(f"levels must be 2 or 4, got {len(levels)}")
+    bits = check_levels(levels)
     if not 0 <= sink_tokens < tokens:
         raise ValueError(f"sink_tokens must be in [0, {tokens}), got {sink_tokens}")
     if first_token < 0:
@@ -160,7 +148,7 @@ def append_codes(
         num_kv_heads,
         head_dim,
         window.shape[4],
-        len(levels).bit_length() - 1,
+        bits,
         page_tokens,
         next_power_of_2(head_dim),
         16,
@@ -183,7 +171,7 @@ def append_codes_reference(
     page_tokens: int,
 ) -> None:
     """`append_codes` by torch; pages are CPU memory."""
-    head_dim, num_heads, bits = len(rotation), len(heads), len(levels).bit_length() - 1
+    head_dim, num_heads, bits = len(rotation), len(heads), check_levels(levels)
     width = head_dim * bits // 8
     page_bytes = code_page_bytes(num_heads, page_tokens, head_dim, bits)
     for row, position in enumerate(positions.tolist()):
@@ -200,18 +188,3 @@ def append_codes_reference(
         page[:split].view(num_heads, page_tokens, width)[:, position % page_tokens] = codes
         of_tokens = page[split:].view(torch.float32).view(num_heads, page_tokens)
         of_tokens[:, position % page_tokens] = scales
-
-
-def encoded(x: Tensor, levels: Sequence[float], outer: float) -> tuple[Tensor, Tensor]:
-    """uint8 [.., head_dim * bits / 8] and float32 [..] of rotated keys float32 [.., head_dim]."""
-    bits = len(levels).bit_length() - 1
-    squares = (x * x).sum(-1)
-    of_dims = (x > 0.0).int()
-    if bits == 2:
-        bound = outer * (squares / x.shape[-1]).sqrt()[..., None]
-        of_dims += (x > bound).int() + (x > -bound).int()
-    product = (x * torch.tensor(levels, dtype=torch.float32)[of_dims]).sum(-1)
-    scales = torch.where(squares != 0.0, squares / product, 0.0)
-    shifts = torch.arange(0, 8, bits, dtype=torch.int32)
-    codes = (of_dims.view(*x.shape[:-1], -1, 8 // bits) << shifts).sum(-1)
-    return codes.to(torch.uint8), scales

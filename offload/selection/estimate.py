@@ -50,7 +50,8 @@ _PREFIX = "estimate_"  # of all their names
 
 _SAMPLE = 32  # keys of each cluster that k-means sees
 _ITERATIONS = 4
-_SLICE_ROWS = 16384  # keys of all heads that are assigned at once, in part of WORKSPACE_BYTES
+# Keys of all heads that are assigned at once, on a GPU in part of WORKSPACE_BYTES.
+_SLICE_ROWS, _DEVICE_SLICE_ROWS = 16384, 53248
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,23 @@ def cluster_keys(keys: Tensor, values: Tensor, num_clusters: int) -> Clusters:
     num_heads, n, head_dim = keys.shape
     centres = _centres(keys, num_clusters) if n else keys.new_zeros(0)
     cluster_of = torch.empty(num_heads, n, dtype=torch.uint8, device=keys.device)
-    sums = keys.new_zeros(num_heads, num_clusters, 2 * head_dim + 1, dtype=torch.float32)
-    step = max(1, _SLICE_ROWS // num_heads)
+    key_sums = keys.new_zeros(num_heads, num_clusters, head_dim, dtype=torch.float32)
+    value_sums, counts = torch.zeros_like(key_sums), torch.zeros_like(key_sums[..., 0])
+    one = counts.new_ones(1, 1)
+    step = max(1, (_DEVICE_SLICE_ROWS if keys.is_cuda else _SLICE_ROWS) // num_heads)
     for first in range(0, n, step):
         rows = slice(first, first + step)
-        key, value = keys[:, rows].float(), values[:, rows].float()
+        key = keys[:, rows].float()
         nearest = _nearest(key, centres)
         cluster_of[:, rows] = nearest
-        row = torch.cat([key, value, torch.ones_like(key[..., :1])], dim=-1)
-        sums += _sums(row, nearest, num_clusters)
-    counts = sums[..., -1]
-    means = sums[..., :-1] / counts.clamp_min(1.0)[..., None]
-    return Clusters(cluster_of, means[..., :head_dim], means[..., head_dim:], counts)
+        counts.scatter_add_(1, nearest, one.expand_as(nearest))  # whole: the same in any order
+        members = _members(nearest, num_clusters)
+        key_sums += _sums(key, members, num_clusters)
+        del key  # values take its place
+        value_sums += _sums(values[:, rows].float(), members, num_clusters)
+        del members
+    at_least_one = counts.clamp_min(1.0)[..., None]
+    return Clusters(cluster_of, key_sums / at_least_one, value_sums / at_least_one, counts)
 
 
 def _centres(keys: Tensor, num_clusters: int) -> Tensor:
@@ -99,7 +105,7 @@ def _centres(keys: Tensor, num_clusters: int) -> Tensor:
     centres = sample[:, first].clone()
     for _ in range(_ITERATIONS):
         nearest = _nearest(sample, centres)
-        sums = _sums(sample, nearest, num_clusters)
+        sums = _sums(sample, _members(nearest, num_clusters), num_clusters)
         norms = sums.norm(dim=-1, keepdim=True)
         centres = torch.where(norms > 0.0, sums / norms.clamp_min(1e-12), centres)
     return centres
@@ -113,13 +119,21 @@ def _nearest(rows: Tensor, centres: Tensor) -> Tensor:
     return torch.from_numpy(products.numpy().argmax(-1))  # torch's takes over twice as long
 
 
-def _sums(rows: Tensor, nearest: Tensor, num_clusters: int) -> Tensor:
+def _members(nearest: Tensor, num_clusters: int) -> Tensor:
+    """What `_sums` takes: `nearest`, or on a GPU, where additions in any order would give other
+    sums each time, float32 [num_kv_heads, n, clusters], 1 for the nearest and else 0."""
+    if not nearest.is_cuda:
+        return nearest
+    zeros = torch.zeros(*nearest.shape, num_clusters, device=nearest.device)
+    return zeros.scatter_(-1, nearest[..., None], 1.0)
+
+
+def _sums(rows: Tensor, members: Tensor, num_clusters: int) -> Tensor:
     """Sums [num_kv_heads, clusters, m] of the rows [num_kv_heads, n, m] of each cluster."""
-    if rows.is_cuda:  # where additions in any order would give other sums each time
-        is_member = torch.nn.functional.one_hot(nearest, num_clusters).to(torch.float32)
-        return torch.bmm(is_member.transpose(1, 2), rows)
+    if rows.is_cuda:
+        return torch.bmm(members.transpose(1, 2), rows)
     num_heads, _, width = rows.shape
-    cluster = nearest + num_clusters * torch.arange(num_heads)[:, None]
+    cluster = members + num_clusters * torch.arange(num_heads)[:, None]
     sums = rows.new_zeros(num_heads * num_clusters, width)
     sums.index_add_(0, cluster.flatten(), rows.reshape(-1, width))
     return sums.view(num_heads, num_clusters, width)

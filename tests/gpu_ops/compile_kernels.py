@@ -29,6 +29,7 @@ from gpu_ops.choose_places import HotMap, choose_places
 from gpu_ops.chunk_clusters import chunk_boxes, fill_empty, mean_directions
 from gpu_ops.code_scores import CodeQuery
 from gpu_ops.delta_rule import GpuDeltaRule
+from gpu_ops.encode_codes import encode_codes
 from gpu_ops.fetch_rows import fetch_rows
 from gpu_ops.flags import await_flag, raise_flag
 from gpu_ops.gate_heads import gate_heads, split_gates
@@ -358,6 +359,14 @@ def score_codes_all(
     num_qo_heads, max_tokens = num_kv_heads * group_size, 131072
     heads = torch.arange(num_kv_heads, dtype=torch.int32)
     layout = CodeQuery.layout(1, num_kv_heads, num_qo_heads, group_size, head_dim, bits)
+    levels = (-1.0, 1.0) if bits == 1 else (-3.0, -1.0, 1.0, 3.0)
+    encode_codes(
+        torch.zeros(num_kv_heads, 100, head_dim),
+        levels,
+        1.0,
+        torch.zeros(num_kv_heads, 2, head_dim * bits // 8, 64, dtype=torch.uint8),
+        torch.zeros(num_kv_heads, 128),
+    )
     append_codes(
         torch.zeros(1, 2, num_kv_heads, 80, head_dim, dtype=dtype),
         torch.zeros(head_dim, head_dim),
@@ -367,7 +376,7 @@ def score_codes_all(
         heads,
         first_token=1024,
         sink_tokens=16,
-        levels=(-1.0, 1.0) if bits == 1 else (-3.0, -1.0, 1.0, 3.0),
+        levels=levels,
         outer=1.0,
         page_tokens=256,
     )

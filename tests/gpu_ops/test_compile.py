@@ -55,6 +55,7 @@ def test_compiles_without_spills(tmp_path: Path) -> None:
         "delta_conv_kernel",
         "delta_step_kernel",
         "digit_kernel",
+        "encode_codes_kernel",
         "fetch_rows_kernel",
         "few_rows_kernel",
         "fill_empty_kernel",

@@ -167,7 +167,7 @@ def test_lychee_cluster_of_a_long_prompt(pool):
     ),
 )
 def test_sketch(device, dtype, bits, head_dim, kv_len, pool, monkeypatch):
-    monkeypatch.setattr("offload.policies.sketch.codes_on_device.WORKSPACE_BYTES", 1 << 20)
+    monkeypatch.setattr("offload.policies.sketch.codes_on_device.WORKSPACE_BYTES", 1 << 18)
     policy = make_policy("sketch", budget_tokens=80, bits=bits)
     context = context_of(new_rng(), pool, kv_len, head_dim, dtype)
     expected, arrays = both_builds(policy, context, device)

@@ -25,6 +25,7 @@ from offload.policies import ExactTopK, Full, TidalDecode
 from offload.policies.registry import available_policies, make_policy
 from offload.selection.estimate import (
     NO_CLUSTER,
+    Clusters,
     EstimateState,
     cluster_keys,
     estimate_bytes,
@@ -160,9 +161,12 @@ def test_layers_that_reuse_a_selection(pool):
     assert not arrays_of(attention, cache.seq, 1)  # selects with full attention
 
 
-def test_clusters_hold_every_token_once():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_clusters_hold_every_token_once(device, monkeypatch):
+    monkeypatch.setattr("offload.selection.estimate._DEVICE_SLICE_ROWS", 8192)
     keys, values = torch.randn(2, 3, 5000, 32).unbind()
-    found = cluster_keys(keys.bfloat16(), values.bfloat16(), 16)
+    found = cluster_keys(keys.bfloat16().to(device), values.bfloat16().to(device), 16)
+    found = Clusters(**{name: x.cpu() for name, x in vars(found).items()})
     assert found.counts.sum(1).tolist() == [5000] * 3
     for h in range(3):
         for c in range(16):

@@ -27,6 +27,7 @@ from offload.policies import Policy
 from offload.policies.lychee_cluster.index import IndexShape
 from offload.policies.lychee_cluster.index_on_device import group_on_device
 from offload.policies.registry import make_policy
+from offload.policies.sketch.codes_on_device import encode_keys, mean_keys
 from offload.prefill import layer
 from offload.prefill.forward import prefill
 from offload.runtime import kernel_warmup
@@ -126,13 +127,21 @@ def test_the_rehearsal_launches_every_kernel(
             starts = np.arange(0, 701, 7)
             shape = IndexShape(starts, 1, 100, 64, 8)
             group_on_device(keys.transpose(0, 1), shape, 2)
+        if name == "sketch":
+            keys = torch.zeros(runtime.store.num_kv_heads, 700, runtime.store.head_dim)
+            encode_keys(keys, mean_keys(keys), policy.bits)
         wanted = launches.take()
     kernels = {kernel for kernel, _ in wanted}
     assert {"gemv_kernel", "silu_mul_kernel", "rotate_kernel", "pick_kernel"} <= kernels
     assert ("await_flag_kernel" in kernels) == (backend == "flags")
     assert ("gather_rows_kernel" in kernels) == (name == "lychee_decode")
     assert ("fetch_rows_kernel" in kernels) == (name == "hot")
-    codes = {"code_query_kernel", "score_codes_kernel", "append_codes_kernel"}
+    codes = {
+        "code_query_kernel",
+        "score_codes_kernel",
+        "append_codes_kernel",
+        "encode_codes_kernel",
+    }
     assert kernels & codes == (codes if name == "sketch" else set())
     assert ("chunk_boxes_kernel" in kernels) == (name == "lychee_cluster")
     assert wanted - warmed_up == set()

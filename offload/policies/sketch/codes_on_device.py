@@ -1,4 +1,4 @@
-"""The codes of `codes`, made where the keys are: in torch, without waiting for the device."""
+"""The codes of `codes`, made where the keys are, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from cpu_ops.codes import CODE_BLOCK
+from gpu_ops.encode_codes import encode_codes
 from offload.policies.sketch.codes import LEVELS, OUTER, rotation
 from offload.selection.device_build import WORKSPACE_BYTES, to_device
 
-_ELEMENT_BYTES = 32  # that an element of a key takes on the way to its code
+_ELEMENT_BYTES = 8  # of a key on the way to its code: less the mean, and rotated
 
 
 def mean_keys(keys: Tensor) -> Tensor:
@@ -25,35 +26,25 @@ def encode_keys(keys: Tensor, mean: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         uint8 [num_kv_heads, blocks, head_dim * bits / 8, CODE_BLOCK] and float32
-        [num_kv_heads, blocks * CODE_BLOCK], 0 after the last token. A view: not contiguous.
+        [num_kv_heads, blocks * CODE_BLOCK], 0 after the last token.
     """
     num_heads, kv_len, head_dim = keys.shape
     blocks, code_bytes = -(-kv_len // CODE_BLOCK), head_dim * bits // 8
-    device, tokens = keys.device, blocks * CODE_BLOCK
-    codes = torch.zeros(num_heads, tokens, code_bytes, dtype=torch.uint8, device=device)
-    scales = torch.zeros(num_heads, tokens, device=device)
-    matrix, levels = to_device(rotation(head_dim), device), to_device(LEVELS[bits], device)
-    tile = max(CODE_BLOCK, WORKSPACE_BYTES // (_ELEMENT_BYTES * num_heads * head_dim))
-    for start in range(0, kv_len, tile):
-        part = slice(start, min(start + tile, kv_len))
-        rotated = (keys[:, part] - mean[:, None]) @ matrix
-        codes[:, part], scales[:, part] = _encode(rotated, bits, levels)
-    return codes.view(num_heads, blocks, CODE_BLOCK, code_bytes).mT, scales
-
-
-def _encode(x: Tensor, bits: int, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 [.., head_dim * bits / 8] and float32 [..] of rotated keys float32 [.., head_dim]."""
-    head_dim = x.shape[-1]
-    squares = (x * x).sum(-1)
-    of_dims = (x > 0.0).to(torch.uint8)
-    if bits == 2:
-        # In float64 up to the root, as on the host.
-        outer = float(OUTER) * (squares.double() / head_dim).sqrt().float()[..., None]
-        of_dims += x > outer
-        of_dims += x > -outer
-    product = (x * levels[of_dims.int()]).sum(-1)
-    scales = torch.where(squares != 0.0, squares / product, 0.0)
-    first, *others = of_dims.view(*x.shape[:-1], -1, 8 // bits).unbind(-1)
-    for i, other in enumerate(others, 1):
-        first = first | other << i * bits
-    return first, scales
+    device, levels = keys.device, LEVELS[bits].tolist()
+    shape = (num_heads, blocks, code_bytes, CODE_BLOCK)
+    codes = torch.empty(shape, dtype=torch.uint8, device=device)
+    scales = torch.empty(num_heads, blocks * CODE_BLOCK, device=device)
+    matrix = to_device(rotation(head_dim), device)
+    of_block = _ELEMENT_BYTES * num_heads * head_dim * CODE_BLOCK
+    at_once = max(1, WORKSPACE_BYTES // of_block)
+    for first in range(0, blocks, at_once):
+        part = slice(first, first + at_once)
+        tokens = slice(first * CODE_BLOCK, (first + at_once) * CODE_BLOCK)
+        encode_codes(
+            (keys[:, tokens] - mean[:, None]) @ matrix,  # in no variable: gone before the next
+            levels,
+            float(OUTER),
+            codes[:, part],
+            scales[:, tokens],
+        )
+    return codes, scales

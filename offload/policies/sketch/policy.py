@@ -270,6 +270,9 @@ class SketchDevice(DeviceSupport):
 
         return finish
 
+    def warm_up_kernels(self, keys: Tensor) -> None:
+        encode_keys(keys, mean_keys(keys), self.policy.bits)
+
 
 @dataclass(frozen=True)
 class Sketch(SparsePolicy):

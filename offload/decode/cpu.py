@@ -233,6 +233,9 @@ class NativeDecoder(SequencePart):
     ) -> None:
         """Nothing: all that a step takes is in the store, which checks for itself."""
 
+    def most_together(self, most: int, kv_len: int, read_tokens: int | None = None) -> int:
+        return most
+
     def end_generation(self) -> None:
         """Nothing, either."""
 

@@ -136,6 +136,11 @@ class Decoder(SequencePart, Protocol):
             DeviceMemoryError: the step that comes to so many would.
         """
 
+    def most_together(self, most: int, kv_len: int, read_tokens: int | None = None) -> int:
+        """Sequences of up to `kv_len` tokens, `most` at most, that had best be decoded in the same
+        steps: more would take longer than one after the other. Arguments as of `begin_generation`.
+        """
+
     def end_generation(self) -> None:
         """What `begin_generation` has said is over."""
 

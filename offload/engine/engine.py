@@ -50,7 +50,8 @@ class Engine:
 
     Args:
         tokenizer: a fast one of transformers, for text and stop strings; None: token ids only.
-        max_num_seqs: requests that are read and decoded at a time.
+        max_num_seqs: requests that are read and decoded at a time; of about equally long ones
+            fewer where a GPU holds so little of more that they would take longer than in turns.
         max_queued: requests that wait for these; one more is refused.
         slice_seconds: about what those wait that decode between the layers of a prompt's slice. The
             slice takes twelve times as long on a CPU, where short prompts are read between its

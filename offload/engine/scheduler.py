@@ -109,7 +109,7 @@ class Admission:
         """
         pages = states = grows = corrected = 0
         for request in requests:
-            expected = self._expected_tokens(request)
+            expected = self.expected_tokens(request)
             pages += self._pages(expected)
             corrected = max(corrected, self._corrected_pages(expected))
             of_request = self._states(request.most_tokens)
@@ -147,7 +147,7 @@ class Admission:
             held_bytes = sum(sequences.device_bytes_at(self._store.kv_len(seq)) for seq in seqs)
         return need <= sequences.device_left_bytes() + held_bytes
 
-    def _expected_tokens(self, request: Request) -> int:
+    def expected_tokens(self, request: Request) -> int:
         """That it has at its end, or in its next pages if it has more than was expected."""
         of_answer = request.max_tokens
         if request.params.max_tokens is None:

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -145,7 +145,11 @@ class Steps:
 
     def _fits(self, requests: list[Request]) -> bool:
         """Whether the last of `requests` may join the others."""
-        newest, sessions = requests[-1], self._sessions
+        newest, sessions, sizes = requests[-1], self._sessions, self._sizes(requests)
+        # Short ones do not count: they are not what takes long.
+        alike = sum(2 * size > max(sizes) for size in sizes)
+        if alike > 1 and alike > self._most_together(sizes):
+            return False
         seq = None if sessions is None else sessions.seq_of(newest)
         if not self.admission.fits(requests, seq):
             self._passes.runtime.store.trim()
@@ -172,6 +176,15 @@ class Steps:
             newest.restoring = sessions.restore(newest)
         return True
 
+    def _sizes(self, requests: Iterable[Request]) -> list[int]:
+        """Tokens of each at its end, as is expected."""
+        return [*map(self.admission.expected_tokens, requests)]
+
+    def _most_together(self, sizes: Sequence[int]) -> int:
+        """Requests as long as the longest that had best be decoded together."""
+        most, reads = self.scheduler.max_num_seqs, self.scheduler.most_slice_tokens
+        return self._passes.runtime.decoder.most_together(most, max(sizes), reads)
+
     def _expect(self, requests: list[Request]) -> bool:
         """Have the decoder place heads for them, and for as many of those behind them as fit too,
         where they are more or longer than before; whether it has room."""
@@ -183,13 +196,16 @@ class Steps:
         is_alone = len(requests) == 1
         is_for_one = is_alone and self._most_at_once == 1
         self._most_at_once = 1 if is_alone else max(self._most_at_once, len(requests))
-        most = self.scheduler.max_num_seqs
-        behind = [*requests, *itertools.islice(waiting, 1, 1 + most - len(requests))]
-        together = behind[: self.admission.most_requests(max(x.most_tokens for x in behind))]
-        for expected in [together, requests] if len(together) > len(requests) else [requests]:
+        sizes = self._sizes(requests)
+        most = self._most_together(sizes) if len(requests) + len(waiting) > 2 else 1
+        behind = itertools.islice(waiting, 1, 1 + max(0, most - len(requests)))
+        together = [*sizes, *self._sizes(behind)]
+        together = together[: self.admission.most_requests(max(together))]
+        for expected in [together, sizes] if len(together) > len(sizes) else [sizes]:
             # A power of two, so that the decoder rarely has to place heads anew.
-            count = min(most, 1 << (len(expected) - 1).bit_length())
-            longest, (num_begun, kv_len) = max(x.most_tokens for x in expected), self._begun
+            count = 1 << (len(expected) - 1).bit_length()
+            count = min(self.scheduler.max_num_seqs, count)
+            longest, (num_begun, kv_len) = max(expected), self._begun
             if not is_for_one:
                 if longest <= _ABOUT_AS_LONG * kv_len:
                     count = max(count, num_begun)
@@ -198,7 +214,7 @@ class Steps:
             try:
                 runtime.decoder.begin_generation(count, longest, self.scheduler.most_slice_tokens)
                 if (corrections := runtime.sequences.corrections) is not None:
-                    corrections.check_device(1, longest)
+                    corrections.check_device(1, max(x.most_tokens for x in requests))
             except DeviceMemoryError as error:
                 failure = error.with_traceback(None)
                 continue

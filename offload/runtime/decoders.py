@@ -38,6 +38,7 @@ def make_decoder(opened: LoadedModel, store: KVStore, make_room: Callable[[], bo
         placement=opened.placement,
         keeps_placement=config.placement is not None,
         choose=opened.choose,
+        most_together=None if opened.choose is None else opened.choose.most_together,
         make_room=make_room,
         make_compression=make_compression,
     )

@@ -48,6 +48,10 @@ class SequenceStates(SequencePart):
         if self._steps is not None:
             self._steps.begin_generation(num_sequences, kv_len, read_tokens)
 
+    def most_together(self, most: int, kv_len: int, read_tokens: int | None = None) -> int:
+        """As of `Decoder`."""
+        return most if self._steps is None else self._steps.most_together(most, kv_len, read_tokens)
+
     def end_generation(self) -> None:
         """As of `Decoder`."""
         if self._steps is not None:

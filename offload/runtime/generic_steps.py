@@ -102,6 +102,7 @@ class GenericSteps:
             placement=place(host_kv_bytes=store.host_budget_bytes, device_kv_bytes=device_kv_bytes),
             keeps_placement=False,
             choose=choose,
+            most_together=None if choose is None else choose.most_together,
             pool=pool,
         )
         self.decoder.slots.captures_aside = False  # the stock modules run in between

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 _ABOUT = 0.1
 _ROOM_SHARES = 2**10  # of a room's next power of two: 16 MiB of 9 GiB; choosing takes up to 10 ms
 _KEPT_CHOICES = 64
+# Of a room's next power of two, where only the time of steps is asked for: 0.5 GiB of 9.
+_COARSE_SHARES = 2**5
+_NEARLY = 0.9  # of the most tokens per second: the more sequences the better
 _KEPT_TOKENS = 32768
 
 
@@ -60,6 +63,7 @@ class Chooser:
     _known: dict[tuple[int, int, int | None, int | None], tuple[HeadPlacement, DeviceRoom]] = field(
         default_factory=dict
     )
+    _together: dict[tuple[int, int, int | None, int | None], int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -86,16 +90,13 @@ class Chooser:
             read_tokens: of prompts, that a prefill reads at most; None: of all sequences at once.
         """
         kv_len = min(self.shape.max_context, _rounded_up(kv_len))
-        if room_bytes is not None:  # what is free changes a little all the time
-            step = max(1, (1 << room_bytes.bit_length()) // _ROOM_SHARES)
-            room_bytes = room_bytes // step * step
+        room_bytes = _rounded_down(room_bytes, _ROOM_SHARES)
         work = self.workload(num_sequences, kv_len)
         key = (num_sequences, kv_len, read_tokens, room_bytes)
         if key not in self._known:
             if len(self._known) == _KEPT_CHOICES:
                 self._known.clear()
-            chosen, room = self._choose(work, read_tokens, room_bytes)
-            self._known[key] = chosen if self.predicts else chosen.without_prediction(), room
+            self._known[key] = self._choose(work, read_tokens, room_bytes)
         wanted, room = self._known[key]
         if now == wanted or not room.holds(now):
             return wanted
@@ -105,6 +106,30 @@ class Chooser:
             had_ms, has_ms = (model.step(x).milliseconds for x in (now, wanted))
             is_about = had_ms <= (1 + _ABOUT) * has_ms
         return now if is_about else wanted
+
+    def most_together(
+        self, most: int, kv_len: int, room_bytes: int | None, read_tokens: int | None = None
+    ) -> int:
+        """Sequences of `kv_len` tokens, `most` at most, that had best be decoded in the same steps:
+        where heads of more have no room on the GPU, steps may take longer by more than sequences
+        are more. Other arguments as of a call.
+        """
+        kv_len = min(self.shape.max_context, _rounded_up(kv_len))
+        room_bytes = _rounded_down(room_bytes, _COARSE_SHARES)
+        key = (most, kv_len, read_tokens, room_bytes)
+        if key not in self._together:
+            rates = dict[int, float]()
+            for count in sorted({*(1 << i for i in range(most.bit_length())), most}):
+                work = self.workload(count, kv_len)
+                if (model := self._model(work)) is None:
+                    return most
+                chosen, _ = self._choose(work, read_tokens, room_bytes)
+                rates[count] = count / model.step(chosen).milliseconds
+                if rates[count] < max(rates.values()):
+                    break
+            least = _NEARLY * max(rates.values())
+            self._together[key] = max(count for count, rate in rates.items() if rate >= least)
+        return self._together[key]
 
     def workload(self, num_sequences: int, kv_len: int) -> Workload:
         """The workload of sequences of `kv_len` tokens."""
@@ -146,7 +171,8 @@ class Chooser:
         room = DeviceRoom(work, room_bytes, device)
         prefill = next_prompt_bytes(work, self.prefill_slice_tokens, read_tokens)
         try:
-            return choose_beside_prefill(model, room, prefill)
+            chosen, room = choose_beside_prefill(model, room, prefill)
+            return chosen if self.predicts else chosen.without_prediction(), room
         except DeviceMemoryError:  # growing says so when it does not fit
             return least_placement(work), room
 
@@ -159,6 +185,14 @@ _PLACES = {
     Place.CODES: "on the CPU with codes on the GPU",
     Place.CPU: "on the CPU",
 }
+
+
+def _rounded_down(room_bytes: int | None, shares: int) -> int | None:
+    """What is free changes a little all the time."""
+    if room_bytes is None:
+        return None
+    step = max(1, (1 << room_bytes.bit_length()) // shares)
+    return room_bytes // step * step
 
 
 def _rounded_up(kv_len: int) -> int:

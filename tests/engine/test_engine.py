@@ -416,6 +416,26 @@ def test_what_a_decoder_is_told_to_expect(model: Any, monkeypatch: pytest.Monkey
     engine.stop()
 
 
+def test_no_more_together_than_the_decoder_says(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others wait; short ones do not count."""
+    decoder, running = runtime_of(model).decoder, list[list[int]]()
+    monkeypatch.setattr(decoder, "most_together", lambda most, kv_len, reads: min(most, 2))
+    engine, prompts = Engine(model, prefix_caching=False), prompts_of(90, 100, 95, 91, 20, 21)
+    wanted = [alone(model, prompt) for prompt in prompts]
+    for i, prompt in enumerate(prompts):
+        engine.add_request(prompt, GREEDY, f"{i}")
+    found: dict[str, list[int]] = {}
+    while engine.has_work:
+        answers_of_step(engine, found)
+        running.append([len(request.prompt) for request in engine._steps.scheduler._admitted])
+    engine.stop()
+    assert [found[f"{i}"] for i in range(len(prompts))] == wanted
+    assert max(sum(n > 50 for n in lens) for lens in running) == 2
+    assert max(map(len, running)) == 4
+
+
 def test_a_step_that_fails_is_done_request_by_request(
     model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

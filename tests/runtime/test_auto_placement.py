@@ -21,6 +21,7 @@ from offload.models.shape import MODEL_SHAPES
 from offload.planning.choose import DeviceRoom, least_placement
 from offload.planning.placement_bytes import prefill_bytes
 from offload.planning.profile import MachineProfile, typical_profile
+from offload.planning.step_time import StepModel
 from offload.policies import Policy
 from offload.policies.registry import make_policy
 from offload.runtime.config import RuntimeConfig, runtime_config
@@ -167,6 +168,26 @@ def test_the_choice_by_what_fits() -> None:
     assert (choose(half, 16, 8192, room).places == Place.GPU).sum() < 24
     # Nothing fits: as without a choice.
     assert choose(everything, 1, 65536, 2**20) == least
+
+
+@pytest.mark.parametrize("policy", ["full", "sketch"])
+def test_no_more_together_than_is_fast(policy: str) -> None:
+    """An 8B shape: as many as the GPU holds well; twice as many would decode fewer tokens/s."""
+    shape, profile = MODEL_SHAPES["llama-3.1-8b"], typical_profile(15)
+    choose = Chooser(make_policy(policy), shape, torch.bfloat16, 256, 8192, profile)
+
+    def rate(count: int, room_bytes: int) -> float:
+        work = choose.workload(count, 36864)
+        chosen, _ = choose._choose(work, 8192, room_bytes)
+        return count / StepModel(profile, work, on_gpu=True).step(chosen).milliseconds
+
+    assert choose.most_together(32, 36864, None, 8192) == 32
+    assert choose.most_together(32, 4096, 60 << 30, 8192) == 32
+    few = choose.most_together(32, 36864, 10 << 30, 8192)
+    assert few == {"full": 2, "sketch": 8}[policy]
+    assert rate(few, 10 << 30) > 1.3 * rate(2 * few, 10 << 30)
+    assert choose.most_together(3, 36864, 10 << 30, 8192) == min(3, few)
+    assert chooser(make_policy(policy)).most_together(32, 36864, 1 << 30) == 32  # not measured
 
 
 @pytest.mark.parametrize("policy", ["full", "lychee_cluster"])

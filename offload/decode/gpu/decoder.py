@@ -45,6 +45,7 @@ class DeviceDecoder(SequencePart):
             until a generation begins that takes less room.
         choose: the placement for what is to come, asked whenever a generation begins, and when its
             placement does not fit. None: `placement` is for all.
+        most_together: as `Chooser.most_together`; None: there is no such limit.
         make_room: gives back what others have of the GPU for a while; whether it was anything.
         pool: of `num_threads`; None: a new one.
     """
@@ -67,6 +68,7 @@ class DeviceDecoder(SequencePart):
         placement: HeadPlacement | None = None,
         keeps_placement: bool = True,
         choose: PlacementChooser | None = None,
+        most_together: Callable[[int, int, int | None, int | None], int] | None = None,
         make_room: Callable[[], bool] = lambda: False,
         make_compression: MakeCompression = lambda attention, pool: None,
         pool: WorkerPool | None = None,
@@ -96,6 +98,7 @@ class DeviceDecoder(SequencePart):
             budget_bytes=device_budget_bytes,
         )
         of_model = model, weights, self.attention, self.placed
+        self._most_together = most_together if model.ranks is None else None  # they would differ
         self.captured = CapturedSteps(*of_model, device, backend, deadline_seconds)
         self.slots = Slots(self.captured, make_room)
         if model.ranks is not None:
@@ -243,6 +246,13 @@ class DeviceDecoder(SequencePart):
         aside, expected = self.slots.aside, Expected(num_sequences, kv_len, read_tokens)
         now = self.placement if aside is None else aside.placement
         self.slots.go_to(self.placed.expect(expected, now, self.device_bytes))
+
+    def most_together(self, most: int, kv_len: int, read_tokens: int | None = None) -> int:
+        """As `Decoder.most_together`, by the predicted times of steps."""
+        if self._most_together is None:
+            return most
+        room_bytes = self.placed.room_bytes(self.device_bytes)
+        return self._most_together(most, kv_len, room_bytes, read_tokens)
 
     def end_generation(self) -> None:
         """As `Decoder.end_generation`: steps that are made anew are for those that come. The

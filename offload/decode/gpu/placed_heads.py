@@ -124,6 +124,10 @@ class PlacedHeads:
             return self._chosen(now, *expected[:2], held_bytes)
         return gave_up[0] if comes_back and gave_up is not None else self.placement
 
+    def room_bytes(self, held_bytes: int) -> int | None:
+        """That a placement may take in all; arguments as of `expect`. None: there is no limit."""
+        return self._free_room.num_bytes(self.budget_bytes, held_bytes)
+
     def fallbacks(self, num_sequences: int, kv_len: int, held_bytes: int) -> list[HeadPlacement]:
         """Placements that need less of the GPU, as many on all ranks: the codes go first."""
         # Steps have rows for all that are expected (`Slots.steps_for`).
@@ -135,7 +139,7 @@ class PlacedHeads:
             if self.choose is not None:
                 to_come = max(kv_len + kv_len // 4, self.expected.kv_len)
                 to_come = min(to_come, self._model.shape.max_context)
-                self._free_room.failed(self._free_room.num_bytes(self.budget_bytes, held_bytes))
+                self._free_room.failed(self.room_bytes(held_bytes))
                 chosen = self._chosen(self.least, num_sequences, to_come, held_bytes)
                 # More may be free than when the placement now was chosen.
                 if self._num_rows(chosen, to_come) < self._num_rows(self.placement, to_come):
@@ -181,7 +185,7 @@ class PlacedHeads:
     ) -> HeadPlacement:
         """What `choose` makes of what is free."""
         assert self.choose is not None
-        room = self._free_room.num_bytes(self.budget_bytes, held_bytes)
+        room = self.room_bytes(held_bytes)
         return self.choose(now, num_sequences, kv_len, room, self.expected.read_tokens)
 
     def _num_rows(self, placement: HeadPlacement, kv_len: int) -> int:

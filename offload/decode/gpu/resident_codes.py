@@ -33,6 +33,9 @@ from offload.selection.device_support import DeviceCodes
 from offload.selection.layer_state import State
 from offload.system.errors import DeviceMemoryError
 from offload.system.interrupts import shielded
+from offload.system.map_in_threads import map_in_threads
+from offload.system.memory import available_cpus
+from offload.system.torch_threads import torch_threads
 
 _Staged = dict[str, Tensor]
 
@@ -191,6 +194,12 @@ class ResidentCodes:
         if kv_len < self.shape.budget_tokens:
             return
         self.reserve(slot, kv_len + 1)
+
+        def encode(layer_idx: int) -> None:
+            with torch_threads(1):  # or each of these threads would have its own of OpenMP's
+                self._codes_of(seq, layer_idx, kv_len)
+
+        map_in_threads(encode, self.heads, min(len(self.heads), available_cpus()))
         for layer_idx in self.heads:
             state = self._codes_of(seq, layer_idx, kv_len)
             self._load_layer(slot, layer_idx, self._stage(layer_idx, state, kv_len), kv_len)

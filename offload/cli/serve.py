@@ -53,7 +53,11 @@ class Load:
 
     panel: ClassVar[str] = "How much at a time"
     max_num_seqs: Annotated[
-        int, typer.Option(min=1, help="Requests that are read and decoded at a time.")
+        int,
+        typer.Option(
+            min=1,
+            help="Requests that are read and decoded at a time; long ones on a GPU may be fewer.",
+        ),
     ] = 32
     max_queued: Annotated[
         int, typer.Option(min=0, help="Requests that wait for these; one more gets a 429.")

@@ -80,6 +80,7 @@ def gpu_table(result: dict[str, Any]) -> str:
         "of the GPU": _gib("gpu_bytes"),
         "requests": "{clients} x {prompt_tokens:,} + {new_tokens}",
         "first token": _seconds("ttft_s"),
+        "when they come back": lambda row: _seconds("ttft_s", -1)(row) if row["turns"] > 1 else "",
         "tokens/s of an answer": _value("tokens_per_second", ".1f"),
         "all done": lambda row: f"{row['seconds']:.1f} s" if "seconds" in row else row["outcome"],
         "peak of the GPU": _gib("peak_gpu_bytes"),

@@ -102,7 +102,7 @@ def follow_turning_use(hot: HotExperts, monkeypatch: pytest.MonkeyPatch) -> list
 
     def turn_and_follow() -> None:
         use = 100.0 * torch.arange(hot.use.shape[1]).expand_as(hot.use)
-        hot.use.copy_(use.roll(len(places), 1))
+        hot.use.copy_(use.roll(2 * len(places), 1))  # the next one is used clearly more
         follow_use()
         places.append(hot._slots.tolist())
 

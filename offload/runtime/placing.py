@@ -37,7 +37,8 @@ _ROOM_SHARES = 2**10  # of a room's next power of two: 16 MiB of 9 GiB; choosing
 _KEPT_CHOICES = 64
 # Of a room's next power of two, where only the time of steps is asked for: 0.5 GiB of 9.
 _COARSE_SHARES = 2**5
-_NEARLY = 0.9  # of the most tokens per second: the more sequences the better
+# Of the most tokens per second that any number of sequences gets: for less nobody waits.
+_WORTH_WAITING = 0.7
 _KEPT_TOKENS = 32768
 
 
@@ -125,9 +126,9 @@ class Chooser:
                     return most
                 chosen, _ = self._choose(work, read_tokens, room_bytes)
                 rates[count] = count / model.step(chosen).milliseconds
-                if rates[count] < max(rates.values()):
+                least = _WORTH_WAITING * max(rates.values())
+                if rates[count] < least:
                     break
-            least = _NEARLY * max(rates.values())
             self._together[key] = max(count for count, rate in rates.items() if rate >= least)
         return self._together[key]
 

@@ -148,7 +148,8 @@ class Steps:
         newest, sessions, sizes = requests[-1], self._sessions, self._sizes(requests)
         # Short ones do not count: they are not what takes long.
         alike = sum(2 * size > max(sizes) for size in sizes)
-        if alike > 1 and alike > self._most_together(sizes):
+        is_alike = 2 * sizes[-1] > max(sizes)
+        if is_alike and alike > 1 and alike > self._most_together(sizes):
             return False
         seq = None if sessions is None else sessions.seq_of(newest)
         if not self.admission.fits(requests, seq):
@@ -196,25 +197,33 @@ class Steps:
         is_alone = len(requests) == 1
         is_for_one = is_alone and self._most_at_once == 1
         self._most_at_once = 1 if is_alone else max(self._most_at_once, len(requests))
-        sizes = self._sizes(requests)
-        most = self._most_together(sizes) if len(requests) + len(waiting) > 2 else 1
-        behind = itertools.islice(waiting, 1, 1 + max(0, most - len(requests)))
-        together = [*sizes, *self._sizes(behind)]
-        together = together[: self.admission.most_requests(max(together))]
-        for expected in [together, sizes] if len(together) > len(sizes) else [sizes]:
+        sizes = [request.most_tokens for request in requests]
+        about = _ABOUT_AS_LONG * max(sizes)
+        most = self._most_together(self._sizes(requests)) if len(requests) + len(waiting) > 2 else 1
+        behind = [
+            x.most_tokens for x in itertools.islice(waiting, 1, max(1, 1 + most - len(sizes)))
+        ]
+        together = [*sizes, *itertools.takewhile(lambda size: size <= about, behind)]
+        together = together[: max(len(sizes), self.admission.most_requests(max(together)))]
+        (num_begun, kv_len), tried = self._begun, set[tuple[int, int]]()
+        # Where there is no room for as many as before, those that are there may have some.
+        for expected, before in ((together, num_begun), (sizes, num_begun), (sizes, 0)):
             # A power of two, so that the decoder rarely has to place heads anew.
             count = 1 << (len(expected) - 1).bit_length()
             count = min(self.scheduler.max_num_seqs, count)
-            longest, (num_begun, kv_len) = max(expected), self._begun
+            longest = max(expected)
             if not is_for_one:
                 if longest <= _ABOUT_AS_LONG * kv_len:
-                    count = max(count, num_begun)
+                    count = max(count, before)
                 if count <= num_begun and longest <= kv_len:
                     return True
+            if (count, longest) in tried:
+                continue
+            tried.add((count, longest))
             try:
-                runtime.decoder.begin_generation(count, longest, self.scheduler.most_slice_tokens)
                 if (corrections := runtime.sequences.corrections) is not None:
-                    corrections.check_device(1, max(x.most_tokens for x in requests))
+                    corrections.check_device(1, longest)
+                runtime.decoder.begin_generation(count, longest, self.scheduler.most_slice_tokens)
             except DeviceMemoryError as error:
                 failure = error.with_traceback(None)
                 continue

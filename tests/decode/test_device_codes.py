@@ -29,6 +29,7 @@ from offload.policies import Policy
 from offload.policies.registry import make_policy
 from offload.policies.sketch.codes import LEVELS, rotation
 from offload.selection.head_roles import HeadRoles
+from offload.selection.state import PolicyStates
 from offload.system.errors import DeviceMemoryError
 
 WINDOW = {"budget_tokens": 48, "sink_tokens": 4, "recent_tokens": 16}
@@ -277,3 +278,17 @@ def test_a_query_that_is_not_finite_names_the_layer(backend, bad, tiny_folders):
     decoder.after_projection = None
     logits = model(token, past_key_values=cache).logits
     assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("prompt_tokens", [140, 40])
+def test_states_are_built_once(prompt_tokens, loaded, monkeypatch):
+    """Not by each of the threads that encode: each would have a copy of all layers."""
+    model, build, built = loaded(2, INLINE.values[0]), PolicyStates._build, list[int]()
+
+    def counted(states: PolicyStates, seq: int, *lens: int) -> Any:
+        built.append(seq)
+        return build(states, seq, *lens)
+
+    monkeypatch.setattr(PolicyStates, "_build", counted)
+    greedy(model, random_tokens(1, prompt_tokens), 24)
+    assert len(built) == 1

@@ -405,14 +405,14 @@ def test_what_a_decoder_is_told_to_expect(model: Any, monkeypatch: pytest.Monkey
         assert not any(output.error for output in outputs_of(engine))
         return [*told]
 
-    assert expected(40, 50, 60, 40, 50) == [8]
+    assert expected(50, 55, 60, 40, 50) == [8]
     assert expected(62, 10) == [8]
     assert expected(100) == [1]  # much longer
     assert expected(30) == [1]
-    assert expected(30, 40, 50) == [4]
-    assert expected(50) == []
+    assert expected(35, 40, 45) == [4]
+    assert expected(40) == []
     most = 2
-    assert expected(30, 90, 90)[:5] == [4, 1, 4, 2, 4]
+    assert expected(30, 90, 90)[:4] == [1, 4, 2, 4]
     engine.stop()
 
 
@@ -434,6 +434,43 @@ def test_no_more_together_than_the_decoder_says(
     assert [found[f"{i}"] for i in range(len(prompts))] == wanted
     assert max(sum(n > 50 for n in lens) for lens in running) == 2
     assert max(map(len, running)) == 4
+
+
+def test_a_longer_one_behind_many_that_has_room_alone(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is none for as many as before of its length: that is no error of its."""
+
+    def begin(count: int, kv_len: int, read_tokens: int) -> None:
+        if count * kv_len > 4 * 62:
+            raise DeviceMemoryError("for a test")
+
+    monkeypatch.setattr(runtime_of(model).decoder, "begin_generation", begin)
+    engine = Engine(model, prefix_caching=False)
+    for lens in ([50, 50, 50, 50], [60]):
+        for i, prompt in enumerate(prompts_of(*lens)):
+            engine.add_request(prompt, GREEDY, f"{i}")
+        assert not any(output.error for output in outputs_of(engine))
+    engine.stop()
+
+
+def test_a_short_one_does_not_wait_for_too_many_long_ones(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were not too many when they came."""
+    most = 3
+    monkeypatch.setattr(runtime_of(model).decoder, "most_together", lambda *sizes: most)
+    engine, ended = Engine(model, prefix_caching=False), list[str]()
+    for i, prompt in enumerate(prompts_of(90, 91, 92)):
+        engine.add_request(prompt, replace(GREEDY, max_tokens=60), f"{i}")
+    engine.step()
+    assert engine._steps.scheduler.num_running == most
+    most = 2
+    engine.add_request(prompts_of(9)[0], replace(GREEDY, max_tokens=1), "short")
+    while engine.has_work:
+        ended += [x.request_id for x in engine.step() if x.finish_reason]
+    assert ended[0] == "short"
+    engine.stop()
 
 
 def test_a_step_that_fails_is_done_request_by_request(

@@ -194,6 +194,7 @@ class ResidentCodes:
         if kv_len < self.shape.budget_tokens:
             return
         self.reserve(slot, kv_len + 1)
+        self._codes_of(seq, next(iter(self.heads)), kv_len)  # all are built, once
 
         def encode(layer_idx: int) -> None:
             with torch_threads(1):  # or each of these threads would have its own of OpenMP's

@@ -460,7 +460,7 @@ def test_a_short_one_does_not_wait_for_too_many_long_ones(
     """They were not too many when they came."""
     most = 3
     monkeypatch.setattr(runtime_of(model).decoder, "most_together", lambda *sizes: most)
-    engine, ended = Engine(model, prefix_caching=False), list[str]()
+    engine, ended = Engine(model, prefix_caching=False, read_share=0.99), list[str]()
     for i, prompt in enumerate(prompts_of(90, 91, 92)):
         engine.add_request(prompt, replace(GREEDY, max_tokens=60), f"{i}")
     engine.step()

@@ -1,9 +1,8 @@
 """Exact causal attention of many queries, for prompts on a CPU (causal_attention.cpp).
 
-By dot products of bfloat16 where the CPU has them (AVX512-BF16), else in float32 whatever the
-dtype; only where it has AMX, bfloat16 is torch's. torch's own takes its products from MKL, which
-makes a fifth of what an AMD's AVX512-BF16 can, and converts 16-bit numbers anew for each block of
-queries.
+Of bfloat16 by tiles where the CPU has AMX, or by dot products where it has AVX512-BF16, else in
+float32 whatever the dtype. torch's own takes its products from MKL, which makes a fifth of what an
+AMD's AVX512-BF16 can, and converts 16-bit numbers anew for each block of queries.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 // numbers in one word. Softmax weights are rounded to bf16, as FlashAttention does. Included inside a per-ISA namespace
 // after causal_attention-inl.h. head_dim must be a multiple of 32.
 
-struct PairProducts {
+struct PairProducts : RegisterProducts<PairProducts, Bf16, uint32_t> {
   using Item = Bf16;
   using Weight = Bf16;
   using Packed = uint32_t;

@@ -15,7 +15,8 @@ inline constexpr int kNumRowFormats = 4;   // of keys and values in pages
 inline constexpr int kMaxGroupSize = 128;  // query heads that share one KV head
 inline constexpr int kMaxHeadDim = 576;    // latents of 512 beside a rotated part of 64
 inline constexpr int kHeadDimMultiple = 16;
-inline constexpr int kScoreTile = 256;  // tokens whose scores are held at once
+inline constexpr int kScoreTile = 256;     // tokens whose scores are held at once
+inline constexpr int64_t kLineBytes = 64;  // of a cache
 
 // How a weight matrix lies in memory: as numbers of the model's dtype, or as packed groups (see PackedWeights).
 enum class WeightFormat : int32_t { dense = 0, q8 = 1, q4 = 2, q8_of_16 = 3, q8_min = 4, table4 = 5, table4_of_16 = 6 };
@@ -170,8 +171,10 @@ struct CausalArgs {
   int64_t window = 0;            // how many tokens a query sees, its own the last of them; 0: all
   const float* sinks = nullptr;  // [num_kv_heads * group_size], logits that join each softmax without a value; or null
 
-  // float32 of scratch for that many rows: sums, and the keys and values of a block
-  int64_t scratch_items(int64_t num_rows) const { return num_rows * (head_dim + 2) + 2 * kCausalKeys * head_dim; }
+  // float32 of scratch for that many rows: sums, and the keys and values of a block, which begin a cache line
+  int64_t scratch_items(int64_t num_rows) const {
+    return num_rows * (head_dim + 2) + 2 * kCausalKeys * head_dim + kLineBytes / 4;
+  }
 };
 
 // multiply() holds so many outputs and input features of a weight matrix as float32: half of a small second-level
@@ -266,7 +269,7 @@ struct KernelTable {
   void (*score[kNumRowFormats])(const ScoreArgs&);
   void (*attend[kNumRowFormats])(const AttendArgs&);
 
-  // The queries [first, last) of one KV head's group; null where torch's way is as fast.
+  // The queries [first, last) of one KV head's group; null where there are no vectors.
   void (*attend_causal[kNumDTypes])(const CausalArgs&, int64_t kv_head, int64_t first, int64_t last, float* scratch);
   int64_t causal_multiple[kNumDTypes];  // of which head_dim must be a multiple for it
 

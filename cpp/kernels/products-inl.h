@@ -94,7 +94,7 @@ static void multiply(const ProductArgs& args, float* scratch) {
 
 // What attend_causal() multiplies with (causal_attention-inl.h): T as float32.
 template <class T>
-struct FloatProducts {
+struct FloatProducts : RegisterProducts<FloatProducts<T>, float, float> {
   using Item = T;
   using Weight = float;
   using Packed = float;

@@ -4,8 +4,8 @@ The public scaled_dot_product_attention calls the same functions of torch but do
 log-sum-exp, without which two parts of a softmax cannot be merged. `attention_kernel` chooses; they
 differ in what they take:
 
-    NATIVE      CPU: our own, all but bfloat16 where torch multiplies that by AMX's tiles; fewer KV
-                heads than query heads, the last query is aligned with the last key
+    NATIVE      CPU: our own; fewer KV heads than query heads, the last query is aligned with the
+                last key
     CPU         `is_causal` takes as many keys as queries
     EFFICIENT   CUDA, float32: `is_causal` aligns the first query with the first key; the
                 log-sum-exp is padded to a multiple of 32 queries

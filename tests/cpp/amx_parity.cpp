@@ -137,6 +137,27 @@ void check_attention(int group_size, int head_dim, int64_t n) {
   CHECK(!tiles.configured, "tiles are released");
 }
 
+// Queries of a slice behind other tokens, beside the dot products, which round as tiles do.
+void check_causal(int64_t group_size, int64_t head_dim, int64_t n, int64_t kv_len) {
+  constexpr int type = static_cast<int>(DType::bf16);
+  Exact<Bf16> queries(group_size * n * head_dim, 1), keys(kv_len * head_dim, 1), values(kv_len * head_dim, 1);
+  for (auto* rows : {&queries, &keys, &values}) rows->fill([] { return from_float<Bf16>(normal()); });
+  const auto attend = [&](const KernelTable& kernels) {
+    Exact<Bf16> out(n * group_size * head_dim, 1);
+    const CausalArgs args{
+        queries.data(), n * head_dim, head_dim, n,    group_size, keys.data(),          values.data(), 0,
+        head_dim,       kv_len,       head_dim, 0.1f, out.data(), group_size * head_dim};
+    Exact<float> scratch(args.scratch_items(n * group_size)), found(out.size());
+    kernels.attend_causal[type](args, 0, 0, n, scratch.data());
+    for (int64_t i = 0; i < out.size(); ++i) found.data()[i] = to_float(out[i]);
+    return found;
+  };
+  const double error = error_of_sums(attend(*amx_table()), attend(*avx512_bf16_table()), 1);
+  CHECK(error < 4e-3, "%lld queries of %lld tokens of %lld: error %g", static_cast<long long>(n),
+        static_cast<long long>(kv_len), static_cast<long long>(head_dim), error);
+  CHECK(!tiles.configured, "tiles are released");
+}
+
 }  // namespace offload::test
 
 int main() {
@@ -175,6 +196,7 @@ int main() {
   for (const int group_size : {4, 5, 8}) {
     for (const int head_dim : {32, 64, 96, 128, 256}) {
       for (const int64_t n : {1, 15, 16, 17, 31, 32, 33, 200}) check_attention(group_size, head_dim, n);
+      for (const int64_t n : {1, 13, 65}) check_causal(group_size, head_dim, n, 4 * n);
     }
   }
   std::puts("ok");

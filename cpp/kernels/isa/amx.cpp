@@ -1,8 +1,9 @@
-// AMX on top of AVX512-BF16, for bf16: attention of four query heads and more (tile_ops_amx-inl.h), and linear layers
-// of more than four rows (batches, verified draft tokens), which the vector kernel passes over several times. A tile
-// multiplies 16 weight rows, as the checkpoint has them, with 16 input rows. Run on a 16-core Xeon: all kernel tests
-// pass, and a 4,096 x 14,336 layer takes 0.62 to 0.67 of the vector kernel's time for 8 rows and 0.34 to 0.37 for 16,
-// on 1 and 8 threads. tests/cpp/amx_parity.cpp models the tile instructions in C++ for machines without them.
+// AMX on top of AVX512-BF16, for bf16: attention of four query heads and more (tile_ops_amx-inl.h), that of prompts
+// (causal_attention_amx-inl.h), and linear layers of more than four rows (batches, verified draft tokens), which the
+// vector kernel passes over several times. A tile multiplies 16 weight rows, as the checkpoint has them, with 16 input
+// rows. Run on a 16-core Xeon: all kernel tests pass, and a 4,096 x 14,336 layer takes 0.62 to 0.67 of the vector
+// kernel's time for 8 rows and 0.34 to 0.37 for 16, on 1 and 8 threads. tests/cpp/amx_parity.cpp models the tile
+// instructions in C++ for machines without them.
 #include "kernels/kernels.h"
 #include "kernels/number_formats.h"
 
@@ -19,6 +20,10 @@ namespace offload::amx {
 #include "kernels/tile_ops_bf16-inl.h"
 #include "kernels/tile_ops_amx-inl.h"
 #include "kernels/attention-inl.h"
+#include "kernels/register_tile-inl.h"
+#include "kernels/causal_attention-inl.h"
+#include "kernels/causal_attention_bf16-inl.h"
+#include "kernels/causal_attention_amx-inl.h"
 // clang-format on
 
 static bool has_tiles(int group_size, int64_t head_dim) { return head_dim % 32 == 0 && group_size >= kHeadBlock; }
@@ -142,7 +147,7 @@ const offload::KernelTable* offload::amx_table() {
     improved.linear[bf16] = amx::linear_any;
     improved.score[bf16] = amx::score_any;
     improved.attend[bf16] = amx::attend_any;
-    improved.attend_causal[bf16] = nullptr;  // torch multiplies by tiles where there are
+    improved.attend_causal[bf16] = amx::attend_causal<amx::TileProducts>;
     return improved;
   }();
   return &table;

@@ -21,9 +21,10 @@ _ALONE, _WAITED, _PAUSED = "alone", "waited", "paused"
 # Tokens of a slice at least: fewer take about as long.
 _LEAST = {_ALONE: 512, _WAITED: 32, _PAUSED: 32}
 # `slice_seconds` of each. Larger ones read more per second (SmolLM2-135M on two cores, a prompt of
-# 7,168 tokens: slices of 0.45 s 305 to 366 tokens/s, of 1.8 s 510), and others decode, and short
-# prompts that come are read, between the layers; on a GPU these wait.
-_SECONDS = {_ALONE: 12.0, _WAITED: 1.0, _PAUSED: 12.0}
+# 7,168 tokens: slices of 0.45 s 305 to 366 tokens/s, of 1.8 s 510; on others one of 7,000 in 29.6
+# to 33.1 s, and with slices of 4.5 s in 28.0 to 30.1), and others decode, and short prompts that
+# come are read, between the layers; on a GPU these wait.
+_SECONDS = {_ALONE: 30.0, _WAITED: 1.0, _PAUSED: 12.0}
 _SECONDS_ON_GPU = {_ALONE: 6.0, _WAITED: 1.0, _PAUSED: 2.0}
 # A slice has at least such a share of the tokens before, or to bring these would be most of its
 # time; on a GPU, which reads its weights for each, it has at least so many.

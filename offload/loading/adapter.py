@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -17,6 +18,7 @@ from offload.loading.checkpoint import SINGLE_FILE, check_safetensors
 from offload.system.json_file import read_json_object
 
 _CONFIG, _WEIGHTS, _SETTINGS = "adapter_config.json", "adapter_model.safetensors", "settings.json"
+_FILES = (_CONFIG, _WEIGHTS, _SETTINGS)
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _OF_CONFIG = ("max_position_embeddings", "rope_parameters")  # what settings.json may change
 # Options of peft's LoRA that change what merging computes -> the values that this merging knows.
@@ -60,10 +62,17 @@ class Adapter:
     @property
     def digest(self) -> str:
         """Changes with every byte of its files."""
-        digest = hashlib.sha256()
-        for name in (_CONFIG, _WEIGHTS, _SETTINGS):
-            digest.update((self.folder / name).read_bytes())
-        return digest.hexdigest()
+        states = ((self.folder / name).stat() for name in _FILES)
+        return _digest(self.folder, tuple((of.st_size, of.st_mtime_ns) for of in states))
+
+
+@functools.lru_cache(maxsize=8)
+def _digest(folder: Path, _states: tuple[tuple[int, int], ...]) -> str:
+    """Every model that is loaded is asked whether it is this one: once while the files are so."""
+    digest = hashlib.sha256()
+    for name in _FILES:
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
 
 
 def read_adapter(folder: Path) -> Adapter:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from cpu_ops.causal_attention import has_causal_attention
+from cpu_ops.linear import has_products
 from cpu_ops.worker_pool import WorkerPool
 from offload.kv.store import KVStore
 from offload.models import DecoderLayer, LeanModel
@@ -172,6 +174,17 @@ def prefill_by_layer(
     raise DeviceMemoryError(
         f"prefilling {batch.num_tokens} tokens in slices of {slice_tokens} ran out of device "
         f"memory{counted}; lower prefill_slice_tokens or shorten the prompt: {reason}"
+    )
+
+
+def is_all_on_pool(model: LeanModel, hidden: torch.Tensor, pool: WorkerPool | None) -> bool:
+    """Whether our own threads do all that takes long in `prefill`. Those of OpenMP would spin
+    behind each of torch's small operators, on CPUs that ours need: then torch has one alone."""
+    if pool is None or not hidden.is_cpu or not has_products(hidden.dtype):
+        return False
+    return all(
+        layer.routed is None and has_causal_attention(hidden.dtype, layer.spec.head_dim)
+        for layer in model.layers
     )
 
 

@@ -21,7 +21,7 @@ from offload.decode.decoder import Decoder
 from offload.decode.sampling import Draws, Sampler, check_chosen
 from offload.kv_compression.base import Exposed
 from offload.models.batch import RaggedBatch, tokens_each
-from offload.prefill.forward import OnTokens
+from offload.prefill.forward import OnTokens, is_all_on_pool
 from offload.runtime.correcting import Correction
 from offload.runtime.corrector import Corrector, give_back
 from offload.runtime.model_loading import LoadedModel
@@ -224,7 +224,8 @@ class Runner:
         self.sequences.background.give_up()  # for room
         if self.attention.top_p_controller is not None:
             self.attention.top_p_controller.restart()
-        with torch_threads(self.counter().prefill_threads):
+        alone = is_all_on_pool(self.lean, hidden, self.decoder.pool)
+        with torch_threads(1 if alone else self.counter().prefill_threads):
             self.decoder.trim()
             for seq in seqs:
                 self.decoder.rebase(seq, store.kv_len(seq), seq)

@@ -101,6 +101,8 @@ def follow_turning_use(hot: HotExperts, monkeypatch: pytest.MonkeyPatch) -> list
     places, follow_use = list[list[list[int]]](), hot.follow_use
 
     def turn_and_follow() -> None:
+        if hot.num_steps < hot_experts._STEPS:
+            return
         use = 100.0 * torch.arange(hot.use.shape[1]).expand_as(hot.use)
         hot.use.copy_(use.roll(2 * len(places), 1))  # the next one is used clearly more
         follow_use()

@@ -74,6 +74,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "comparison-many": ("comparison", comparison_table.many_table),
     "comparison-limit": ("comparison", comparison_table.limit_table),
     "comparison-avx2": ("comparison-avx2", comparison_table.all_tables),
+    "comparison-amx": ("comparison-amx", comparison_table.all_tables),
     "comparison-gpu": ("comparison-gpu", comparison_table.gpu_table),
     "gpu-decode": ("gpu-decode", lambda _: gpu_tables.gpu_decode_table(_gpu_results())),
     "gpu-overlap": ("gpu-decode", lambda _: gpu_tables.gpu_overlap_table(_gpu_results())),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from cases.tiny_models import random_tokens
 from transformers import pipeline
+
+from offload.prefill import forward
 
 Pair = tuple[Any, Any]
 
@@ -96,3 +101,39 @@ def test_torch_keeps_its_threads(offloaded_models: dict[str, Any]) -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("is_ours", "expected"), [(True, 1), (False, 2)])
+def test_torch_has_one_thread_beside_ours(
+    is_ours: bool,
+    expected: int,
+    offloaded_models: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a prompt whose products and attention are our pool's."""
+    seen, add_mlp = set[int](), forward.add_mlp
+
+    def note(*arguments: Any) -> None:
+        seen.add(torch.get_num_threads())
+        add_mlp(*arguments)
+
+    monkeypatch.setattr(forward, "add_mlp", note)
+    monkeypatch.setattr(forward, "has_products", lambda dtype: True)
+    monkeypatch.setattr(forward, "has_causal_attention", lambda dtype, head_dim: is_ours)
+    offloaded_models["qwen3"](random_tokens(1, 30))
+    assert seen == {expected}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")],
+)
+def test_threads_of_torch_do_not_spin_long(given: dict[str, str], expected: str) -> None:
+    """Unless somebody has said how long."""
+    of_openmp = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: x for name, x in os.environ.items() if name not in of_openmp} | given
+    program = "import os, sys, offload; assert 'torch' not in sys.modules; "
+    program += "print(os.environ.get('GOMP_SPINCOUNT'))"
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == expected

@@ -13,7 +13,8 @@ constexpr int64_t kFewestRows = 24;  // packing its keys is then a quarter of a 
 
 bool has_causal_attention(const KernelTable& kernels, DType dtype, int64_t head_dim) {
   const int type = static_cast<int>(dtype);
-  return kernels.attend_causal[type] != nullptr && head_dim % kernels.causal_multiple[type] == 0;
+  return kernels.attend_causal[type] != nullptr && head_dim % kernels.causal_multiple[type] == 0 &&
+         head_dim <= kMaxHeadDim;
 }
 
 void causal_attention(const KernelTable& kernels, WorkerPool& pool, DType dtype, int64_t num_kv_heads,

@@ -54,8 +54,9 @@ class Engine:
             fewer where a GPU holds so little of more that they would take longer than in turns.
         max_queued: requests that wait for these; one more is refused.
         slice_seconds: about what those wait that decode between the layers of a prompt's slice. The
-            slice takes twelve times as long on a CPU, where short prompts are read between its
-            layers, too, and twice as long on a GPU; behind a long text more.
+            slice takes twelve times as long on a CPU (thirty times where nobody decodes), where
+            short prompts are read between its layers, too, and twice as long on a GPU; behind a
+            long text more.
         read_share: of the time for prompts while others decode.
         prefix_caching: prompts that begin as earlier ones share what was read. Pages are given
             back, the least recently used first, when requests need them.

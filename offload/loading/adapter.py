@@ -63,11 +63,12 @@ class Adapter:
     def digest(self) -> str:
         """Changes with every byte of its files."""
         states = ((self.folder / name).stat() for name in _FILES)
-        return _digest(self.folder, tuple((of.st_size, of.st_mtime_ns) for of in states))
+        known = tuple((of.st_ino, of.st_size, of.st_mtime_ns, of.st_ctime_ns) for of in states)
+        return _digest(self.folder.resolve(), known)
 
 
 @functools.lru_cache(maxsize=8)
-def _digest(folder: Path, _states: tuple[tuple[int, int], ...]) -> str:
+def _digest(folder: Path, _states: tuple[tuple[int, ...], ...]) -> str:
     """Every model that is loaded is asked whether it is this one: once while the files are so."""
     digest = hashlib.sha256()
     for name in _FILES:

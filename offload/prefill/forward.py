@@ -43,6 +43,9 @@ OnTokens = Callable[[int], None]
 OnAttended = Callable[[int, int, torch.Tensor, KV], None]
 
 
+_FEW_THREADS = 8  # with more, what torch copies on one thread would be as much
+
+
 def prefill(
     model: LeanModel, hidden: torch.Tensor, batch: RaggedBatch, **options: Any
 ) -> torch.Tensor:
@@ -177,10 +180,15 @@ def prefill_by_layer(
     )
 
 
-def is_all_on_pool(model: LeanModel, hidden: torch.Tensor, pool: WorkerPool | None) -> bool:
-    """Whether our own threads do all that takes long in `prefill`. Those of OpenMP would spin
-    behind each of torch's small operators, on CPUs that ours need: then torch has one alone."""
+def is_all_on_pool(
+    model: LeanModel, hidden: torch.Tensor, store: KVStore, pool: WorkerPool | None
+) -> bool:
+    """Whether a few threads of our own do all that takes long in `prefill`. Those of OpenMP would
+    spin behind each of torch's small operators, on CPUs that ours need: torch has one alone then.
+    """
     if pool is None or not hidden.is_cpu or not has_products(hidden.dtype):
+        return False
+    if pool.num_threads > _FEW_THREADS or store.format.is_int8:  # torch's copies, and its int8
         return False
     return all(
         layer.routed is None and has_causal_attention(hidden.dtype, layer.spec.head_dim)

@@ -224,7 +224,7 @@ class Runner:
         self.sequences.background.give_up()  # for room
         if self.attention.top_p_controller is not None:
             self.attention.top_p_controller.restart()
-        alone = is_all_on_pool(self.lean, hidden, self.decoder.pool)
+        alone = is_all_on_pool(self.lean, hidden, store, self.decoder.pool)
         with torch_threads(1 if alone else self.counter().prefill_threads):
             self.decoder.trim()
             for seq in seqs:

@@ -269,7 +269,7 @@ struct KernelTable {
   void (*score[kNumRowFormats])(const ScoreArgs&);
   void (*attend[kNumRowFormats])(const AttendArgs&);
 
-  // The queries [first, last) of one KV head's group; null where there is none.
+  // The queries [first, last) of one KV head's group; null where an ISA has no kernel.
   void (*attend_causal[kNumDTypes])(const CausalArgs&, int64_t kv_head, int64_t first, int64_t last, float* scratch);
   int64_t causal_multiple[kNumDTypes];  // of which head_dim must be a multiple for it
 

@@ -123,6 +123,7 @@ def test_only_where_there_is_a_kernel(pool: WorkerPool) -> None:
         assert has_causal_attention(torch.bfloat16, 64, isa=isa) == is_vector
         assert has_causal_attention(torch.float32, 48, isa=isa) == is_vector
         assert not has_causal_attention(torch.float32, 40, isa=isa)
+        assert not has_causal_attention(torch.float32, 608, isa=isa)  # of scratch for 576
     q = normal(2, 4, 64, seed=1, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"no kernel for torch\.bfloat16 and head_dim 64"):
         causal_attention(pool, q, q, q, 1.0, isa="scalar")

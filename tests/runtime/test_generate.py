@@ -103,15 +103,20 @@ def test_torch_keeps_its_threads(offloaded_models: dict[str, Any]) -> None:
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(("is_ours", "expected"), [(True, 1), (False, 2)])
+@pytest.mark.parametrize(
+    ("is_ours", "few", "is_int8", "expected"),
+    [(True, 2, False, 1), (False, 2, False, 2), (True, 1, False, 2), (True, 2, True, 2)],
+)
 def test_torch_has_one_thread_beside_ours(
     is_ours: bool,
+    few: int,
+    is_int8: bool,
     expected: int,
     offloaded_models: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a prompt whose products and attention are our pool's."""
-    seen, add_mlp = set[int](), forward.add_mlp
+    """In a prompt whose products and attention are our pool's few threads'; int8 rows are not."""
+    seen, add_mlp, model = set[int](), forward.add_mlp, offloaded_models["qwen3"]
 
     def note(*arguments: Any) -> None:
         seen.add(torch.get_num_threads())
@@ -119,8 +124,12 @@ def test_torch_has_one_thread_beside_ours(
 
     monkeypatch.setattr(forward, "add_mlp", note)
     monkeypatch.setattr(forward, "has_products", lambda dtype: True)
+    monkeypatch.setattr(forward, "_FEW_THREADS", few)
     monkeypatch.setattr(forward, "has_causal_attention", lambda dtype, head_dim: is_ours)
-    offloaded_models["qwen3"](random_tokens(1, 30))
+    if is_int8:
+        options = {"kv_dtype": "int8", "num_threads": 2}
+        model = type(model).from_pretrained(model.config._name_or_path, **options)
+    model(random_tokens(1, 30))
     assert seen == {expected}
 
 
